@@ -6,7 +6,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import luna_mega
 from tests.modeling import luna, mega, megalodon_decoders
-from tests.modeling.decoders import make_plain
 
 # bitsandbytes needs widths that are multiples of its blocks.
 WIDTHS = {
@@ -94,14 +93,3 @@ def test_generate_and_train_on_4_bits(family, tmp_path):
     options = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     cached = model.eval().generate(input_ids=ids, **options)
     assert cached.shape == (1, 13) and torch.equal(cached, model.generate(input_ids=ids, use_cache=False, **options))
-
-
-@pytest.mark.parametrize("family", WIDTHS)
-def test_device_map(family, tmp_path):
-    model = make_plain(family, dtype=torch.float32)
-    model.save_pretrained(tmp_path)
-    placed = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="auto")
-    with torch.no_grad():
-        ids = INPUTS["input_ids"] % 30
-        logits = placed(ids.to(placed.device)).logits.cpu()
-    torch.testing.assert_close(logits, model(ids).logits, atol=1e-5, rtol=0)

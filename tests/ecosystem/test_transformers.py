@@ -1,7 +1,4 @@
-"""Features of transformers that other tests do not cover: options of Trainer, streaming.
-
-tests/modeling/test_encoder_model.py tests accumulated batches.
-"""
+"""Features of transformers that other tests do not cover: options of Trainer, streaming."""
 
 import pytest
 import torch

@@ -208,18 +208,6 @@ def test_compiled_steps(name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", NAMES)
-def test_generate_and_beam_search_with_a_static_cache(name):
-    model, (ids, mask) = make(name), padded([7, 3], 7, "left")
-    for options in ({}, {"num_beams": 2}):
-        options |= {"do_sample": False, "eos_token_id": None, "max_new_tokens": 4}
-        expected = model.generate(ids, attention_mask=mask, **options)
-        rows = options.get("num_beams", 1)
-        past = static_cache(model, *(x[:, :6].repeat_interleave(rows, 0) for x in (ids, mask)), 20)
-        assert torch.equal(model.generate(ids, attention_mask=mask, cache=past, **options), expected)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("name", decoders.weekly_but(SOME, DECODERS))
 def test_generate_with_a_static_cache(name):
     model, (ids, mask) = make(name), padded([7, 3], 7, "left")

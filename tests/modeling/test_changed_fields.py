@@ -56,18 +56,6 @@ def test_another_padding_token(family, both, tmp_path):
     torch.testing.assert_close(results(loaded, ids), found)
 
 
-@pytest.mark.parametrize(("family", "both"), decoders.PLAIN)
-def test_use_cache_of_the_configuration(family, both):
-    model = decoders.make_plain(family, is_encoder_decoder=True) if both else decoders.make_plain(family)
-    inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if both else {})
-    options = {"do_sample": False, "max_new_tokens": 3, "eos_token_id": None}
-    expected = model.generate(IDS, **options)
-    for use_cache in (False, True):
-        model.config.use_cache = model.generation_config.use_cache = use_cache
-        assert (model(**inputs).cache is not None) == use_cache
-        assert torch.equal(model.generate(IDS, **options), expected)
-
-
 @pytest.mark.parametrize("models", [luna, mega])
 def test_problem_type_of_the_configuration(models):
     """The loss of one model follows `problem_type` and `num_labels`, also if another type was used before."""

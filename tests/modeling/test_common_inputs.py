@@ -8,8 +8,6 @@ import torch
 import transformers
 from transformers import AutoModelForMaskedLM
 
-import luna_mega
-
 from . import luna, mega
 
 FAMILIES = [luna, mega]
@@ -127,19 +125,3 @@ def test_attention_implementations(family, tmp_path):
         with pytest.raises(ValueError, match=message):
             model.set_attn_implementation(name)
         assert model.config._attn_implementation == "eager"
-
-
-@pytest.mark.parametrize("fields", [{}, {"is_encoder_decoder": True}], ids=["plain", "encoder-decoder"])
-@family
-def test_eager_decoders(family, fields):
-    """Decoders with eager attention generate the same tokens, with and without a cache."""
-    torch.manual_seed(0)
-    name, decoder = family.__name__.split(".")[-1].capitalize(), fields or {"is_decoder": True}
-    kind = "ForConditionalGeneration" if fields else "ForCausalLM"
-    chunks = {"use_chunking": True, "chunk_size": 4} if family is mega else {}
-    model = getattr(luna_mega, name + kind)(family.tiny_config(**decoder, **chunks)).eval()
-    inputs, options = luna.tokens([9, 4], "left"), {"max_new_tokens": 7, "do_sample": False, "eos_token_id": 39}
-    expected = model.generate(**inputs, **options)
-    model.set_attn_implementation("eager")
-    for use_cache in (True, False):
-        assert model.generate(**inputs, **options, use_cache=use_cache).equal(expected)

@@ -36,9 +36,11 @@ SIDES = ["none", "left", "right", "middle", "gaps"]
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "name, cuts, side, place", with_each(DECODERS, CUTS, SIDES, ["host", "device"]), indirect=["place"]
+    "name, cuts, side, place, attention",
+    with_each(DECODERS, CUTS, SIDES, ["host", "device"], ["sdpa", "sdpa", "eager"]),
+    indirect=["place"],
 )
-def test_cached_is_uncached(name, cuts, side, place):
+def test_cached_is_uncached(name, cuts, side, place, attention):
     """Padding may exceed the tables of positions, and rows of padding have no effect."""
     lengths = [TOTAL] * 2 if side == "none" else [LONGEST, 9, 3, 12, 0]
     model = make(name, **tables(name, lengths[0]))
@@ -46,6 +48,7 @@ def test_cached_is_uncached(name, cuts, side, place):
     given = source(model, len(ids), "left" if side == "right" else "right")
     expected = model(**given, **target(model, ids, mask), use_cache=False)
     assert expected.cache is None
+    model.set_attn_implementation(attention)
     past, start, logits = None, 0, []
     for index, length in enumerate(cuts):
         end = start + length
@@ -92,6 +95,12 @@ def test_detached_cache_stops_gradients():
         assert not embeddings.grad[:, :4].any() and embeddings.grad[:, 4:].all()
 
 
+def addresses(past):
+    """Return the addresses of the keys of a chunk, or of all tensors of Luna."""
+    tensors = [layer.tensors for layer in own_cache(past).layers]
+    return [x.data_ptr() for each in tensors for name, x in each.items() if "keys" not in each or name == "keys"]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     "name", ["luna: softplus", "luna seq2seq: translation", "mega: laplace chunks", "megalodon: heads"]
@@ -104,6 +113,10 @@ def test_constant_memory(name):
         model(**source(model, 2), **target(model, ids), cache=past, use_cache=True)
         sizes.append((own_cache(past).nbytes, past.nbytes))
     assert sizes[0] == sizes[-1] and past.get_seq_length() == 28
+    places = addresses(past)
+    for _ in range(20):  # steps write in place
+        model(**source(model, 2), **target(model, ids[:, :1]), cache=past)
+    assert addresses(past) == places and past.nbytes == sizes[0][1]
     tensors = own_cache(past).layers[0].tensors.values()
     assert sum(x.untyped_storage().nbytes() for x in tensors) < 2 * sum(x.nbytes for x in tensors)
 

@@ -7,13 +7,10 @@ from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
-    Trainer,
-    TrainingArguments,
 )
 
 from luna_mega import (
     LunaForCausalLM,
-    MegaForSequenceClassification,
 )
 from luna_mega.modeling_common.layout import DenseLayout
 from luna_mega.modeling_luna import modeling_luna
@@ -210,26 +207,6 @@ def test_decoding_step_keeps_keys_and_values_tied(monkeypatch):
     model = LunaForCausalLM(luna.tiny_config(is_decoder=True)).eval()
     model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens=3)
     assert given == [True] * (2 * model.config.num_hidden_layers)
-
-
-def test_training_with_trainer(tmp_path):
-    """A model with real values, chunks and batch norm trains with autocast, checkpointing and accumulation."""
-    fields = {"normalization_type": "batchnorm", "use_chunking": True, "chunk_size": 8, "use_feature_dropout": True}
-    model = MegaForSequenceClassification(mega.tiny_config(**mega.VALUES, **fields))
-    mask = torch.ones(19, dtype=torch.long)
-    data = [{"input_values": torch.randn(19), "attention_mask": mask, "labels": i % 3} for i in range(12)]
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    options = {"max_steps": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 1}
-    options |= {"gradient_checkpointing": True, "bf16": True, "use_cpu": True, "report_to": [], "disable_tqdm": True}
-    trainer = Trainer(model, TrainingArguments(tmp_path, **options), train_dataset=data, eval_dataset=data)
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(losses) == 2 and all(0.5 < loss < 2.0 for loss in losses)
-    for name, tensor in model.state_dict().items():
-        assert torch.isfinite(tensor).all() and not torch.equal(tensor, before[name]), name
-    assert 0.5 < trainer.evaluate()["eval_loss"] < 2.0
-    loaded = MegaForSequenceClassification.from_pretrained(tmp_path / "checkpoint-2")
-    torch.testing.assert_close(loaded.state_dict(), model.state_dict())
 
 
 def test_feature_dropout_drops_channels():

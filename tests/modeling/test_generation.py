@@ -72,12 +72,14 @@ def test_generate(name, option):
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "cached"), diagonal([name for name in DECODER_ONLY if name in SOME], [4, 7, 10]))
 def test_generate_continues_from_a_cache(name, cached):
-    """`generate` continues from a cache of part of the prompt, the entire prompt, or prompt and some output."""
+    """`generate` continues from a cache of part of the prompt, the prompt, or prompt and output, also a static one."""
     decoder, (ids, mask) = make(name), padded([7, 3], 7, "left")
     options = {"do_sample": False, "eos_token_id": None}
     complete = decoder.generate(ids, attention_mask=mask, max_new_tokens=8, **options)
     mask = torch.cat([mask, mask.new_ones(2, 8)], 1)
     past = decoder(complete[:, :cached], mask[:, :cached], use_cache=True).cache
+    if cached == 10:
+        past.make_static(20)
     begun = complete[:, : max(cached + 1, 7)]
     length = begun.shape[1]
     options |= {"cache": past, "max_new_tokens": 15 - length}

@@ -1,63 +1,55 @@
-"""NaN and infinite input values are masked, used, or rejected with an error that names the argument."""
+"""NaN and infinite input values are masked, used, or rejected with an error that names the argument.
+
+`test_losses_of_rows.py` has NaN at padding of all classes.
+"""
 
 import pytest
 import torch
 
 import luna_mega
 from luna_mega.modeling_common.masks import clean
-from tests.marks import diagonal
 
 from . import classes, decoders, luna, mega
+from .test_losses_of_rows import soil
 
 FAMILIES = classes.ENCODERS
 family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 PADDED = {"normalization_type": "batchnorm", "padded_batch_statistics": True}
-ENCODERS = {
-    **classes.VARIANTS,
-    "luna, without padding": (luna, {"unpad_inputs": True}),
-    "mega, without padding": (mega, {"unpad_inputs": True}),
-    "mega, padding counts": (mega, PADDED),
-    "mega, padding counts, norm on embeddings": (mega, PADDED | {"embedding_norm": True, **mega.NO_DROPOUT}),
-}
-# Infinities may also result from finite numbers, for example from uninitialized memory.
-DIRT = [float("nan"), float("inf"), float("-inf"), 3e38, -1e15]
+PATCHES = {"input_type": "patches", "image_size": 12, "patch_size": 4, "num_channels": 2, "pooling": "mean"}
 
 
-def soiled(x, mask):
-    """Return `x` with NaN, infinities and very large numbers at masked positions."""
-    dirt = torch.tensor(DIRT, dtype=x.dtype)[torch.arange(x.numel()) % len(DIRT)].view(x.shape)
-    return torch.where(mask[(..., *(None,) * (x.dim() - mask.dim()))].bool(), x, dirt)
+@pytest.mark.parametrize("fields", [PADDED, PADDED | {"embedding_norm": True, **mega.NO_DROPOUT}, PATCHES])
+def test_nan_in_training(fields):
+    """NaN at padding changes nothing if padding counts in statistics, or in patches of images."""
+    mask = torch.tensor([[1, 1, 0, 1, 1, 1, 0, 0, 1], [1, 0, 0, 0, 1, 1, 1, 1, 1]])
+    name, values, place, head = "inputs_embeds", torch.randn(2, 9, 24) * mask[..., None], mask, mega.HEADS["Model"]
+    if fields is PATCHES:
+        name, values, head = "pixel_values", torch.randn(2, 2, 12, 12), luna_mega.MegaForImageClassification
+        place = mask.view(2, 1, 3, 3).repeat_interleave(4, dim=2).repeat_interleave(4, dim=3).expand(-1, 2, -1, -1)
+    found = []
+    for x in (values, soil(values, place)):
+        model, x = luna.enlarged(head, mega.tiny_config(**fields)).train(), x.detach().requires_grad_()
+        torch.manual_seed(1)
+        output = model(**{name: x}, attention_mask=mask)[0]
+        output = output if output.dim() == 2 else output[mask.bool()]
+        output.square().sum().backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        found.append([output.detach(), x.grad, *gradients, *model.buffers()])
+    assert all(map(torch.equal, *found)) and found[0][0].isfinite().all()
+    assert not found[1][1][~place.bool()].any() and found[1][1][place.bool()].any()
 
 
-def run(model, name, values, mask, **inputs):
-    """Return the outputs at unmasked positions, the gradients of the input and of all parameters, and the buffers."""
-    values = values.detach().requires_grad_()
-    model.zero_grad()
-    torch.manual_seed(1)
-    output = model(**{name: values}, attention_mask=mask, **inputs)
-    states = output.last_hidden_state if "last_hidden_state" in output else output.logits
-    kept = states if states.dim() == 2 else states[mask.bool()]
-    kept.square().sum().backward()
-    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    return kept.detach(), values.grad, gradients, [x.clone() for x in model.buffers()]
-
-
-def check_clean(make, name, values, mask, expand=None, **inputs):
-    """Check that NaN at padding does not change outputs, gradients or statistics, and has a gradient of 0."""
-    place = mask if expand is None else expand(mask)
-    clean, dirty = (run(make(), name, x, mask, **inputs) for x in (values, soiled(values, place)))
-    assert clean[0].isfinite().all() and dirty[0].equal(clean[0]) and dirty[1].equal(clean[1])
-    assert not dirty[1][~place.bool()].any() and dirty[1][place.bool()].any()
-    for one, other in zip(clean[2] + clean[3], dirty[2] + dirty[3], strict=True):
-        assert one.equal(other)
-
-
-@pytest.mark.parametrize("case, training", diagonal(ENCODERS, [True, True, False]))
-def test_nan_in_masked_embeddings(case, training):
-    (module, fields), side = ENCODERS[case], ["left", "right"][list(ENCODERS).index(case) % 2]
-    mask = luna.tokens([9, 4, 1], side)["attention_mask"]
-    vectors = torch.randn(3, 9, 24) * mask[..., None]  # models that count padding treat its embedding as 0
-    check_clean(lambda: module.make("Model", **fields).train(training), "inputs_embeds", vectors, mask)
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_nan_in_masked_outputs_of_an_encoder(family):
+    model, mask = decoders.make_plain(family, is_encoder_decoder=True), decoders.padded([7, 3], 7, "right")[1]
+    ids = torch.full((2, 5), 5)
+    encoded = model.get_encoder()(torch.full((2, 7), 6), attention_mask=mask)
+    expected = model(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=ids).logits
+    encoded.last_hidden_state = soil(encoded.last_hidden_state, mask)
+    if (packed := getattr(encoded, "packed_mask", None)) is not None:
+        encoded.packed_last_hidden_state = soil(encoded.packed_last_hidden_state, packed)
+    assert model(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=ids).logits.equal(expected)
 
 
 @pytest.mark.parametrize(
@@ -70,57 +62,6 @@ def test_masked_positions_are_zeroed_in_every_dtype(dtype):
         assert clean(values, mask).tolist() == [[float("inf"), 0, 0, 1]]
     else:
         assert clean(values, mask) is values
-
-
-@family
-def test_nan_in_masked_values(family):
-    mask = luna.tokens([9, 4], "left")["attention_mask"]
-    make = lambda: family.make("ForSequenceClassification", **family.VALUES)  # noqa: E731
-    check_clean(make, "input_values", torch.randn(2, 9), mask)
-
-
-def test_nan_in_masked_pixels():
-    """Pixels of a masked patch may have any value."""
-    fields = {"input_type": "patches", "image_size": 12, "patch_size": 4, "num_channels": 2, "pooling": "mean"}
-    mask = torch.tensor([[1, 1, 0, 1, 1, 1, 0, 0, 1], [1, 0, 0, 0, 1, 1, 1, 1, 1]])
-
-    def pixels(mask):
-        kept = mask.view(2, 1, 3, 3).repeat_interleave(4, dim=2).repeat_interleave(4, dim=3)
-        return kept.expand(-1, 2, -1, -1)
-
-    config = mega.tiny_config(**fields)
-    make = lambda: luna.enlarged(luna_mega.MegaForImageClassification, config)  # noqa: E731
-    check_clean(make, "pixel_values", torch.randn(2, 2, 12, 12), mask, pixels)
-
-
-@pytest.mark.parametrize("name", [name for name in decoders.DECODER_ONLY if name in decoders.SOME])
-def test_nan_in_left_padding_of_a_decoder(name):
-    ids, mask = decoders.padded([7, 3], 7, "left")
-    make = lambda: decoders.make(name, dtype=torch.float32)  # noqa: E731
-    model = make()
-    vectors = model.get_input_embeddings()(ids).detach()
-    check_clean(make, "inputs_embeds", vectors, mask, use_cache=True)
-
-
-@pytest.mark.parametrize("name, unpad", diagonal(decoders.WITH_ENCODER, [False, True, True]))
-def test_nan_in_masked_sources_and_targets(name, unpad):
-    """NaN at masked positions of sources, targets and encoder outputs has no effect."""
-    model = decoders.make(name, dtype=torch.float32, unpad_inputs=unpad)
-    width, target_mask = model.config.hidden_size, decoders.padded([5, 3], 5, "left")[1]
-    mask, source = decoders.padded([7, 3], 7, "right")[1], torch.randn(2, 7, width)
-    target = torch.randn(2, 5, width)
-    given = {"inputs_embeds": source, "decoder_inputs_embeds": target}
-    masks = {"attention_mask": mask, "decoder_attention_mask": target_mask}
-    expected = model(**given, **masks).logits[target_mask.bool()]
-    dirty = {"inputs_embeds": soiled(source, mask), "decoder_inputs_embeds": soiled(target, target_mask)}
-    assert model(**dirty, **masks).logits[target_mask.bool()].equal(expected)
-    encoded = model.get_encoder()(inputs_embeds=source, attention_mask=mask, return_dict=True)
-    encoded.last_hidden_state = soiled(encoded.last_hidden_state, mask)
-    if (packed := getattr(encoded, "packed_mask", None)) is not None:
-        encoded.packed_last_hidden_state = soiled(encoded.packed_last_hidden_state, packed)
-    assert (
-        model(encoder_outputs=encoded, decoder_inputs_embeds=target, **masks).logits[target_mask.bool()].equal(expected)
-    )
 
 
 MASKS = {
@@ -165,17 +106,6 @@ def test_invalid_masks_raise_in_encoder_and_decoder(family):
             model.get_encoder()(ids, packed_mask=mask, packed_states=torch.zeros(1, 4, 24, dtype=torch.float64))
     with pytest.raises(ValueError, match="^`encoder_attention_mask` has values"):
         model.get_decoder()(ids, encoder_hidden_states=encoded.last_hidden_state, encoder_attention_mask=mask, **extra)
-
-
-@pytest.mark.slow
-def test_compiled_programs_do_not_read_mask_values():
-    """A compiled model treats every mask value except 0 as True; checking values would synchronize the device."""
-    model, ids = mega.make("Model", num_hidden_layers=1), torch.tensor([[5, 6, 7, 8]])
-    mask = torch.tensor([[2.0, 3.0, 0.0, 1.0]])
-    program = torch.compile(model, backend="eager", fullgraph=True)
-    with torch.no_grad():
-        expected = model(ids, mask != 0).last_hidden_state
-        torch.testing.assert_close(program(ids, mask).last_hidden_state, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,7 +6,7 @@ import torch
 from tests.marks import diagonal
 
 from . import luna, mega, megalodon_decoders
-from .luna import HEADS, POOLINGS, head_inputs, labels, results, tokens
+from .luna import HEADS, POOLINGS, head_inputs, labels, tokens
 
 FAMILIES = {"luna": luna, "mega": mega}
 POOLED = ("ForSequenceClassification", "ForSequencePairClassification", "ForMultipleChoice")
@@ -110,20 +110,6 @@ def test_one_chunk_is_full_attention(function):
         torch.testing.assert_close(chunked(**inputs).last_hidden_state, full(**inputs).last_hidden_state)
         difference = (chunked(**longer).last_hidden_state - full(**longer).last_hidden_state).abs().max()
         assert difference > 1e-3 if chunk == CHUNK else difference < 1e-5
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", FAMILIES)
-def test_other_ways_to_pass_inputs(family):
-    """Embeddings, or tokens whose mask is inferred from the padding token, give the same results as tokens and mask."""
-    for head in ("ForMultipleChoice", "ForQuestionAnswering", "ForSequenceClassification"):
-        model = FAMILIES[family].make(head, pooling="mean", **(CHUNKS if family == "mega" else {}))
-        inputs = head_inputs(head, [21, 5])
-        expected = results(head, model(**inputs), inputs["attention_mask"])
-        embeds = {"inputs_embeds": model.get_input_embeddings()(inputs["input_ids"])}
-        for other in ({"input_ids": inputs["input_ids"]}, embeds | {"attention_mask": inputs["attention_mask"]}):
-            actual = results(head, model(**other), inputs["attention_mask"])
-            assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize(

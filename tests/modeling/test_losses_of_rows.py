@@ -20,8 +20,10 @@ COLUMNS = {
     "gaps": lambda length: torch.randperm(TOTAL, generator=torch.Generator().manual_seed(length))[:length].sort()[0],
     "without a mask": lambda length: torch.arange(length),
 }
-# "device": masks whose values are expensive to read, as on a GPU.
-OPTIONS = ["dense", "device", "unpadded", "eager", "recorded"]
+# "device": masks whose values are expensive to read, as on a GPU. "embeddings": with NaN at padding.
+OPTIONS = ["dense", "device", "unpadded", "eager", "recorded", "embeddings", "checkpointed"]
+# Infinities may also result from finite numbers, for example from uninitialized memory.
+DIRT = [float("nan"), float("inf"), float("-inf"), 3e38, -1e15]
 MARKERS = ["position_ids", "cu_seq_lens", "seq_idx", "two rows"]
 CHUNKS = {"use_chunking": True, "chunk_size": 4}
 ADAPTIVE = {"adaptive_input_cutoffs": [8, 20], "adaptive_softmax_cutoffs": [8, 20], "adaptive_input_factor": 2}
@@ -79,9 +81,13 @@ def make(case, option="dense"):
         model = decoders.make(case, **fields)
     else:
         model = family.make(**fields) if head == "ForCausalLM" else family.make(head, **fields).double()
-    model.config.unpad_inputs = option == "unpadded" and not model.config.is_encoder_decoder
+    model.config.unpad_inputs = option == "unpadded"
     if option == "eager":
         model.set_attn_implementation("eager")
+    if option == "checkpointed":
+        model.train().gradient_checkpointing_enable()
+        for module in model.modules():
+            module.train(not isinstance(module, (torch.nn.Dropout, torch.nn.BatchNorm1d)) and module.training)
     return model
 
 
@@ -160,6 +166,27 @@ def pack(case, marker):
     return {name: x.view(2, -1) for name, x in batch.items()} if marker == "two rows" else batch
 
 
+def soil(x, mask):
+    """Return `x` with NaN, infinities and very large numbers at masked positions."""
+    dirt = torch.tensor(DIRT, dtype=x.dtype)[torch.arange(x.numel()) % len(DIRT)].view(x.shape)
+    return torch.where(mask[(..., *(None,) * (x.dim() - mask.dim()))].bool(), x, dirt)
+
+
+def embed(model, batch):
+    """Return a batch with embeddings in place of tokens, and with NaN at padding."""
+    embedded = dict(batch)
+    for name in [name for name in batch if mask_name(name)]:
+        if name.endswith("input_ids"):
+            side = model.get_decoder() if name.startswith("decoder") else model
+            new = name.replace("input_ids", "inputs_embeds")
+            embedded[new] = side.get_input_embeddings()(embedded.pop(name))
+        else:
+            new = name
+        if (mask := batch.get(mask_name(name))) is not None:
+            embedded[new] = soil(embedded[new], mask)
+    return embedded
+
+
 def weigh(case, row):
     """Return the number of terms in the loss of a row."""
     labels = rows_of(case, row)[0].get("labels")
@@ -221,7 +248,10 @@ def run_padded(case, layout, option):
     with pytest.MonkeyPatch.context() as patch:
         if option == "device":
             patch.setattr("luna_mega.modeling_common.layout.can_look", lambda mask: False)
-        return run(make(case, option), *collate(case, layout), **recorded)
+        if option == "embeddings" and layout == "without a mask":
+            layout = "gaps"
+        model, (batch, kept) = make(case, option), collate(case, layout)
+        return run(model, embed(model, batch) if option == "embeddings" else batch, kept, **recorded)
 
 
 def run_packed(case, marker):

@@ -9,25 +9,6 @@ from luna_mega import MegaCache, MegaConfig, MegaForCausalLM
 from tests.modeling.mega_decoders import DECODER_ONLY, make
 
 
-@pytest.mark.slow
-@torch.no_grad()
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_chunk_is_written_in_place(padded):
-    """Over 2,000 steps the buffers keep their addresses, also if sequences are at different positions."""
-    model, past = make(**DECODER_ONLY["laplace chunks"], num_hidden_layers=1), None
-    ids, mask = torch.randint(3, 30, (2, 2003)), torch.ones(2, 2003, dtype=torch.long)
-    mask[1, :2] = 1 - int(padded)
-    expected, places, sizes, last = model(ids, mask, use_cache=False).logits[:, -1], set(), set(), None
-    for end in range(3, 2004):
-        output = model(ids[:, (end - 1) * (end > 3) : end], mask[:, :end], cache=past, use_cache=True)
-        past, last = output.cache, output.logits[:, -1]
-        layer = past.layers[0]
-        places.add(tuple(x.data_ptr() for x in (layer.keys, layer.values, layer.mask)))
-        sizes.add(past.nbytes)
-    assert len(places) == len(sizes) == 1
-    torch.testing.assert_close(last, expected)
-
-
 @torch.no_grad()
 def test_cache_doubles_without_chunks():
     model, places = make(num_hidden_layers=1), set()

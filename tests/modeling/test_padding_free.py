@@ -128,18 +128,6 @@ def test_position_ids_of_mega():
     torch.testing.assert_close(mega.make("Model")(ids, position_ids=positions)[0], mega.make("Model")(ids)[0])
 
 
-@pytest.mark.parametrize("family", decoders.TRANSLATING)
-def test_encoder_decoders_unpad_their_source(family):
-    """`unpad_inputs` unpads the source only; results with a padded target are unchanged."""
-    ids, mask = decoders.padded([7, 3], 7, "right")
-    results = []
-    for unpad in (False, True):
-        model = decoders.make_plain(family, is_encoder_decoder=True, unpad_inputs=unpad)
-        inputs = decoders.source(model, 2) | decoders.target(model, ids, mask)
-        results.append(model(**inputs, use_cache=False).logits[mask.bool()])
-    torch.testing.assert_close(*results)
-
-
 @pytest.mark.parametrize(
     ("name", "side"),
     [("mega: laplace chunks", "left"), ("mega: truncated", "right"), ("megalodon: heads", "left")],

@@ -110,7 +110,9 @@ PIPELINES = {
 def test_pipelines(family, task, tokenizer, tmp_path):
     """A pipeline needs only the folder; a single text has the same result as in a padded batch."""
     head, options = PIPELINES[task]
-    labels = {"label2id": {"contradiction": 0, "neutral": 1, "entailment": 2}, **TYPED["luna"]} if "zero" in task else {}
+    labels = (
+        {"label2id": {"contradiction": 0, "neutral": 1, "entailment": 2}, **TYPED["luna"]} if "zero" in task else {}
+    )
     CLASSES[f"{family} {head}"](pad_token_id=0, vocab_size=len(tokenizer), **labels).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     pipe, texts = pipeline(task, model=str(tmp_path)), ["w1 w2 [MASK] w3 w4 w5 w6 w7 w8", "w5 [MASK]"]
