@@ -51,9 +51,7 @@ class EncoderTests(ModelTesterMixin, TrainingTesterMixin):
 
     fields = {}
 
-    @unittest.skip("an encoder raises `ValueError` for `use_cache=True`; see tests/modeling/test_cache_names.py")
-    def test_bc_cache_name_forward(self):
-        pass
+    test_bc_cache_name_forward = unittest.skip("an encoder raises `ValueError` for `use_cache=True`")(lambda self: None)
 
     def setUp(self):
         set_seed(0)
@@ -77,30 +75,16 @@ class EncoderTests(ModelTesterMixin, TrainingTesterMixin):
         return inputs
 
 
+def skipped(reason):
+    return unittest.skip(reason)(lambda self: None)
+
+
 class WithoutVocabulary:
-    """Disable the tests of a vocabulary, for models of real values."""
+    """Disable the tests of a vocabulary, which embed token ids or change `vocab_size`, for models of real values."""
 
     test_resize_embeddings = False
-
-    @unittest.skip("the test embeds token ids; a model of real values has no vocabulary")
-    def test_inputs_embeds(self):
-        pass
-
-    @unittest.skip("the test embeds token ids; a model of real values has no vocabulary")
-    def test_inputs_embeds_matches_input_ids(self):
-        pass
-
-    @unittest.skip("the test expects an nn.Embedding; a model of real values has no vocabulary")
-    def test_model_get_set_embeddings(self):
-        pass
-
-    @unittest.skip("the test changes vocab_size, which a model of real values does not read")
-    def test_load_with_mismatched_shapes(self):
-        pass
-
-    @unittest.skip("the test overfits on token ids")
-    def test_training_overfit(self):
-        pass
+    test_inputs_embeds = test_inputs_embeds_matches_input_ids = skipped("a model of real values has no vocabulary")
+    test_model_get_set_embeddings = test_load_with_mismatched_shapes = test_training_overfit = test_inputs_embeds
 
 
 class EncoderDecoderTests:
@@ -108,9 +92,7 @@ class EncoderDecoderTests:
 
     is_encoder_decoder = True
 
-    @unittest.skip("the test overfits on a sequence and then generates it from its own beginning")
-    def test_training_overfit(self):
-        pass
+    test_training_overfit = skipped("the test overfits on a sequence and then generates it from its own beginning")
 
 
 class WeightsWithoutCache:

@@ -41,6 +41,7 @@ from ..encoder_testing import (
     EncoderTests,
     WeightsWithoutCache,
     WithoutVocabulary,
+    skipped,
 )
 from ..generation.test_utils import GenerationTesterMixin
 from ..test_modeling_common import floats_tensor
@@ -193,10 +194,7 @@ class MegaAdaptiveModelTest(MegaCausalModelTest):
         "truncation": 3,
     }
     test_resize_embeddings = False
-
-    @unittest.skip("the test expects an nn.Embedding, adaptive ones are several")
-    def test_model_get_set_embeddings(self):
-        pass
+    test_model_get_set_embeddings = skipped("the test expects an nn.Embedding, adaptive ones are several")
 
 
 class MegaSeq2SeqModelTester(MegaModelTester):
@@ -260,10 +258,5 @@ class MegaSeq2SeqBodyTest(EncoderTests, unittest.TestCase):
     all_model_classes = (MegaSeq2SeqModel,)
     is_encoder_decoder = True
 
-    @unittest.skip("the encoder is a separate model, not the body of a head")
-    def test_base_model_prefix_loads_base_weights(self):
-        pass
-
-    @unittest.skip("without a head there is no loss")
-    def test_training_overfit(self):
-        pass
+    test_base_model_prefix_loads_base_weights = skipped("the encoder is a separate model, not the body of a head")
+    test_training_overfit = skipped("without a head there is no loss")

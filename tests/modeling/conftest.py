@@ -14,16 +14,9 @@ def place(request, monkeypatch):
 @pytest.fixture
 def tokenizer():
     """Return a tokenizer with one token per word: w0 to w34 and the special tokens."""
-    words = {
-        word: i for i, word in enumerate(["<s>", "<pad>", "</s>", "<unk>", *(f"w{i}" for i in range(35)), "<mask>"])
-    }
-    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    words = ["<s>", "<pad>", "</s>", "<unk>", *(f"w{number}" for number in range(35)), "<mask>"]
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {
-        "bos_token": "<s>",
-        "pad_token": "<pad>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "mask_token": "<mask>",
-    }
+    names = {f"{name}_token": f"<{name}>" for name in ("pad", "unk", "mask")}
+    names |= {"bos_token": "<s>", "eos_token": "</s>"}
     return PreTrainedTokenizerFast(tokenizer_object=backend, **names, model_input_names=["input_ids", "attention_mask"])

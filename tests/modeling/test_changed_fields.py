@@ -56,23 +56,6 @@ def test_another_padding_token(family, both, tmp_path):
     torch.testing.assert_close(results(loaded, ids), found)
 
 
-@pytest.mark.parametrize("models", [luna, mega])
-def test_problem_type_of_the_configuration(models):
-    """The loss of one model follows `problem_type` and `num_labels`, also if another type was used before."""
-    model = models.make("ForSequenceClassification")
-    functions = {
-        "single_label_classification": (torch.nn.functional.cross_entropy, torch.tensor([0, 2])),
-        "multi_label_classification": (torch.nn.functional.binary_cross_entropy_with_logits, torch.rand(2, 3)),
-        "regression": (torch.nn.functional.mse_loss, torch.rand(2, 3)),
-    }
-    logits = model(IDS).logits
-    for kind, (function, labels) in functions.items():
-        model.config.problem_type = kind
-        torch.testing.assert_close(model(IDS, labels=labels).loss, function(logits, labels))
-        with pytest.raises(ValueError, match=f"problem_type='{kind}'"):
-            model(IDS, labels=labels.float()[:, :1].long() if labels.dim() > 1 else torch.rand(2, 3))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("encoder", ENCODERS)
 def test_decoder_of_an_encoder_decoder_model(encoder, tmp_path):

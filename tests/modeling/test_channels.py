@@ -112,12 +112,6 @@ def test_other_shapes(family, shape):
         make(family, 1)(input_values=torch.randn(2, 10, 3))
 
 
-def test_configurations():
-    assert MegaConfig(input_type="patches").num_channels == 3
-    with pytest.raises(ValueError, match="num_channels=2 requires input_type='values', got 'tokens'"):
-        LunaConfig(num_channels=2)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_audio_classification(family, tmp_path):
     """The folder of run_audio.py works with the class and the pipeline for audio."""

@@ -76,6 +76,7 @@ INVALID = {
         {"embedding_size": 0},
         {"type_vocab_size": -1},
         luna.VALUES | {"type_vocab_size": 2},
+        ({"num_channels": 2}, "num_channels=2 requires input_type='values', got 'tokens'"),
         {"hidden_size": 10**18, "num_attention_heads": 1},
         {"max_position_embeddings": 2**31},
     ],

@@ -16,6 +16,7 @@ MODELS = {
     "luna, causal": lambda: make("luna: softplus"),
     "mega": lambda: mega.make("ForSequenceClassification", pooling="mean"),
     "mega, chunks": lambda: make("mega: laplace chunks"),
+    "mega, no average": lambda: make("mega: laplace chunks, no average, no bias"),
     "megalodon": lambda: megalodon_decoders.make("ForCausalLM", torch.float64),
 }
 IDS = torch.randint(3, 20, (2, 19), generator=torch.Generator().manual_seed(0))
@@ -85,7 +86,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(["luna", "mega", "megalodon", "luna, causal"], MODELS))
+@pytest.mark.parametrize("name", slow_but(["luna", "mega", "mega, no average", "megalodon"], MODELS))
 def test_every_way(name):
     case = Case(name)
     for way, compute in WAYS.items():

@@ -2,21 +2,16 @@
 
 import pytest
 import torch
-from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
 )
 
-from luna_mega import (
-    LunaForCausalLM,
-)
 from luna_mega.modeling_common.layout import DenseLayout
-from luna_mega.modeling_luna import modeling_luna
-from luna_mega.modeling_mega.modeling_mega import MegaDropout, MegaRotaryRelativeBias
+from luna_mega.modeling_mega.modeling_mega import MegaDropout
 
-from . import luna, mega, mega_decoders
+from . import luna, mega
 from .luna import labels, tokens
 
 FAMILIES = {"luna": luna, "mega": mega}
@@ -195,20 +190,6 @@ def test_dropout_is_drawn_for_every_sequence():
     assert not torch.equal(states[0], states[1]) and not torch.equal(packed[0], packed[1])
 
 
-def test_decoding_step_keeps_keys_and_values_tied(monkeypatch):
-    """If the key is the value, the operator multiplies P with one state instead of two."""
-    given, step = [], modeling_luna.luna_causal_attention_step
-
-    def record(query, pack_query, pack_key, key, value, *rest, **options):
-        given.append(key is value)
-        return step(query, pack_query, pack_key, key, value, *rest, **options)
-
-    monkeypatch.setattr(modeling_luna, "luna_causal_attention_step", record)
-    model = LunaForCausalLM(luna.tiny_config(is_decoder=True)).eval()
-    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, min_new_tokens=3)
-    assert given == [True] * (2 * model.config.num_hidden_layers)
-
-
 def test_feature_dropout_drops_channels():
     dropout = MegaDropout(0.5, features=True).train()
     dropped = dropout(torch.ones(3, 7, 50))
@@ -234,17 +215,6 @@ def test_places_of_dropout(features):
     assert not torch.allclose(model.train()(**inputs).logits, expected)
 
 
-def test_sublayers_of_a_block(monkeypatch):
-    """Feature dropout applies to values, average, both outputs and the hidden layer, and drops entire channels."""
-    seen = []
-    monkeypatch.setattr(nn.functional, "dropout1d", lambda states, *_: seen.append(tuple(states.shape)) or states)
-    make("mega", "Model", num_hidden_layers=1, use_feature_dropout=True).train()(**tokens([9, 4]))
-    width, values, hidden = 24, 32, 20
-    # embeddings; values, average and output of attention; hidden layer and output of the feed-forward layer
-    channels = [width, values, width, width, hidden, width]
-    assert seen == [(2, size, 9) for size in channels]
-
-
 def test_evaluation_does_not_use_old_weights():
     """Evaluation uses new weights; the original code keeps the old kernel of the moving average."""
     model, inputs = make("mega", "Model"), tokens([21])
@@ -256,16 +226,3 @@ def test_evaluation_does_not_use_old_weights():
     output = model(**inputs).last_hidden_state
     torch.testing.assert_close(output, fresh(**inputs).last_hidden_state)
     output.sum().backward()
-
-
-def test_bias_has_the_length_of_the_input(monkeypatch):
-    """The rotary bias has the length of the longest sequence or of a step's keys, with the same entries."""
-    lengths, forward = [], MegaRotaryRelativeBias.forward
-    complete = forward(bias := make("mega", "Model").layers[0].mega_layer.rel_pos_bias, 300)
-    assert all(forward(bias, length).equal(complete[300 - length : 299 + length]) for length in (1, 2, 7, 33, 128, 299))
-    recorded = lambda self, length, *others: lengths.append(length) or forward(self, length, *others)  # noqa: E731
-    monkeypatch.setattr(MegaRotaryRelativeBias, "forward", recorded)
-    make("mega", "Model", use_chunking=True, chunk_size=2**20)(**tokens([4, 3]))
-    model = mega_decoders.make(use_chunking=True, chunk_size=1000)
-    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=80, do_sample=False, eos_token_id=29)
-    assert set(lengths) == {4, 3, 64, 128}

@@ -5,7 +5,7 @@ import torch
 
 from luna_mega.kernels.support import take_columns
 
-from . import decoders, luna, mega
+from . import decoders, mega
 
 MASK = torch.tensor(
     [
@@ -135,22 +135,3 @@ def test_columns_move_before_the_first_and_after_the_last_layer(name, place, mon
         model(ids[2:3, mask[2].bool()], use_cache=False)
         moved.clear()
         torch.testing.assert_close(seen[0][2, : seen[1].shape[1]], seen[1][0])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("family", [luna, mega])
-def test_padding_at_the_ends_moves_no_token(family, monkeypatch):
-    """On the host, a batch that has padding only at its ends is not rearranged."""
-
-    def fail(*args, **kwargs):
-        raise AssertionError("columns were moved")
-
-    monkeypatch.setattr("luna_mega.modeling_common.layout.move_kept", fail)
-    model = (
-        family.make("ForMaskedLM", use_chunking=True, chunk_size=4) if family is mega else family.make("ForMaskedLM")
-    )
-    for side in ("left", "right"):
-        model(**luna.tokens([12, 5, 1], side))
-    if family is mega:
-        with pytest.raises(AssertionError, match="columns were moved"):
-            model(torch.full(MASK.shape, 5), attention_mask=MASK)

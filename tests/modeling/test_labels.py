@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
 from luna_mega.modeling_common.labels import next_tokens, shift_right
 
@@ -79,9 +80,10 @@ POOLED = {
 }
 RIGHT = {
     "single_label_classification": [torch.tensor([0, 2, 1]), torch.tensor([[0], [2], [1]])],
-    "multi_label_classification": [torch.ones(3, 3)],
-    "regression": [torch.ones(3, 3)],
+    "multi_label_classification": [torch.eye(3)],
+    "regression": [torch.eye(3)],
 }
+LOSSES = dict(zip(RIGHT, (cross_entropy, binary_cross_entropy_with_logits, mse_loss), strict=True))
 WRONG = {
     "single_label_classification": [torch.tensor([[0, 2, 1]]), torch.tensor([0, 2]), torch.ones(3, 3).long()],
     "multi_label_classification": [torch.ones(3), torch.ones(1, 3), torch.ones(9)],
@@ -92,13 +94,15 @@ WRONG = {
 @pytest.mark.filterwarnings("error:Using a target size")
 @pytest.mark.parametrize("case", POOLED)
 def test_labels_of_sequences(case):
-    """Labels that PyTorch would broadcast or flatten raise an error."""
+    """The loss follows `problem_type`; labels that PyTorch would broadcast or flatten raise an error."""
     family, head, fields = POOLED[case]
     model, inputs = family.make(head, **fields), luna.head_inputs(head, [5, 4, 3])
     inputs = {name: value.clamp(max=29) for name, value in inputs.items()}
-    for model.config.problem_type in RIGHT:
+    for model.config.problem_type, function in LOSSES.items():
         for labels in RIGHT[model.config.problem_type]:
-            assert model(**inputs, labels=labels).loss.isfinite()
+            output = model(**inputs, labels=labels)
+            expected = function(output.logits, labels.flatten() if function is cross_entropy else labels)
+            torch.testing.assert_close(output.loss, expected, check_dtype=False)
         for labels in WRONG[model.config.problem_type]:
             with pytest.raises(ValueError, match=r"`labels` must have the shape \[3"):
                 model(**inputs, labels=labels)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from luna_mega import MegaConfig, MegaModel
 from tests.modeling import mega, mega_decoders
 
 ABSENT = mega.VARIANTS["no average, no bias"]
@@ -45,24 +44,6 @@ def test_chunks_are_independent_without_an_average():
         states = model(inputs_embeds=embeddings).last_hidden_state
         (gradient,) = torch.autograd.grad(states[:, 4:8].square().sum(), embeddings)
         assert gradient[:, 4:8].any() and gradient[:, :4].any() == gradient[:, 8:].any() == (dimensions > 0)
-
-
-@pytest.mark.parametrize("fields", [{}, {"use_chunking": True, "chunk_size": 3}], ids=["full", "chunks"])
-def test_gradients(fields):
-    config = MegaConfig(
-        vocab_size=9, hidden_size=4, num_hidden_layers=1, intermediate_size=6, shared_representation_size=4,
-        nffn_hidden_size=5, is_decoder=True, initializer_range=0.5, **fields, **ABSENT, **mega.NO_DROPOUT,
-    )  # fmt: skip
-    model = MegaModel(config, add_pooling_layer=False).double()
-    weights = {name: x.detach().requires_grad_() for name, x in model.named_parameters() if "embeddings" not in name}
-
-    def run(embeddings, *values):
-        inputs = {"inputs_embeds": embeddings, "use_cache": False}
-        called = torch.func.functional_call(model, dict(zip(weights, values, strict=True)), kwargs=inputs)
-        return called.last_hidden_state
-
-    embeddings = torch.randn(1, 5, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(run, (embeddings, *weights.values()))
 
 
 def test_a_decoder_without_an_average_ignores_the_truncation_of_the_encoder():
