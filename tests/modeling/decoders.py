@@ -30,6 +30,12 @@ def slow_but_some(names):
     return slow_but([name for name in names if name in SOME], names)
 
 
+def a_third(values):
+    """Return the values of a parameter, or tuples of several; a third of them is fast, and the others are slow."""
+    values = list(values)
+    return slow_but(values[::3], values)
+
+
 def weekly_but(kept, values):
     """Return the values of a parameter, or tuples of several; those that are not in `kept` are tested every week."""
     rows = {value: value if isinstance(value, tuple) else (value,) for value in values}

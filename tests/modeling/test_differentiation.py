@@ -11,13 +11,13 @@ from .decoders import make
 
 STEP = 1e-6
 MODELS = {
-    "luna": lambda: luna.make("ForSequenceClassification", pooling="mean"),
+    "luna": lambda: luna.make("ForSequenceClassification", pooling="mean", num_hidden_layers=1),
     "luna, no contextual P": lambda: luna.make("ForMaskedLM", contextual_projection=False),
-    "luna, causal": lambda: make("luna: softplus"),
-    "mega": lambda: mega.make("ForSequenceClassification", pooling="mean"),
-    "mega, chunks": lambda: make("mega: laplace chunks"),
-    "mega, no average": lambda: make("mega: laplace chunks, no average, no bias"),
-    "megalodon": lambda: megalodon_decoders.make("ForCausalLM", torch.float64),
+    "luna, causal": lambda: make("luna: softplus", num_hidden_layers=1),
+    "mega": lambda: mega.make("ForSequenceClassification", pooling="mean", num_hidden_layers=1),
+    "mega, chunks": lambda: make("mega: laplace chunks", num_hidden_layers=1),
+    "mega, no average": lambda: make("mega: laplace chunks, no average, no bias", num_hidden_layers=1),
+    "megalodon": lambda: megalodon_decoders.make("ForCausalLM", torch.float64, num_hidden_layers=1),
 }
 IDS = torch.randint(3, 20, (2, 19), generator=torch.Generator().manual_seed(0))
 

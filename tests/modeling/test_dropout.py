@@ -15,9 +15,10 @@ MEGALODON = dict.fromkeys(("dropout_prob", "hidden_dropout_prob", "attention_pro
 HEAD = {"classifier_dropout": 0.5}
 ADAPTIVE = {"adaptive_input_cutoffs": [10, 20], "adaptive_softmax_cutoffs": [10, 20], "adaptive_softmax_dropout": 0.5}
 ADAPTIVE |= {"adaptive_input_factor": 2, "adaptive_softmax_factor": 2}
+HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForMultipleChoice")
 MODELS = {
-    **{f"luna {head}": lambda head=head: luna.make(head, **ALL, **HEAD) for head in luna.HEADS},
-    **{f"mega {head}": lambda head=head: mega.make(head, **MEGA, **HEAD) for head in mega.HEADS},
+    **{f"luna {head}": lambda head=head: luna.make(head, **ALL, **HEAD) for head in HEADS},
+    **{f"mega {head}": lambda head=head: mega.make(head, **MEGA, **HEAD) for head in HEADS},
     "mega of features": lambda: mega.make("ForSequenceClassification", **MEGA, use_feature_dropout=True),
     "mega stochastic depth": lambda: mega.make("ForSequenceClassification", drop_path_rate=0.5),
     "megalodon": lambda: megalodon_decoders.make("ForSequenceClassification", torch.float32, **MEGALODON),
@@ -34,8 +35,6 @@ def results(model):
     inputs = {**source(model, 2), **target(model, ids, mask)} if model.config.is_encoder_decoder else {"input_ids": ids}
     if type(model).__name__.endswith("Choice"):
         inputs = {"input_ids": ids[:, None].expand(2, 2, 12)}
-    elif "Pair" in type(model).__name__:
-        inputs |= {"pair_input_ids": ids.flip(0)}
     options = {"use_cache": False} if model.config.is_decoder or model.config.is_encoder_decoder else {}
     found = []
     for seed in range(3):

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from luna_mega.kernels._dispatch import Op
 
-from .decoders import DECODERS, slow_but_some
+from .decoders import a_third
 from .test_without_values import MODELS, inputs_of
 
 OTHERS = ("moving_average", "ema", "timestep_norm")  # parts of the names of operators that are no attention
@@ -30,7 +30,7 @@ class Operators(TorchDispatchMode):
         return own | {name for name in self.names if "scaled_dot_product" in name}
 
 
-@pytest.mark.parametrize("name", slow_but_some(DECODERS) + [name for name in MODELS if name not in DECODERS])
+@pytest.mark.parametrize("name", a_third(MODELS))
 def test_operators(name, monkeypatch):
     model, inputs, chosen = MODELS[name](), inputs_of(MODELS[name]()), set()
     choose = Op.choose

@@ -12,6 +12,7 @@ from luna_mega.modeling_common.layout import DenseLayout
 from luna_mega.modeling_mega.modeling_mega import MegaDropout
 
 from . import luna, mega
+from .decoders import a_third
 from .luna import labels, tokens
 
 FAMILIES = {"luna": luna, "mega": mega}
@@ -36,7 +37,7 @@ def state(model):
     return gradients | dict(model.named_buffers())
 
 
-@pytest.mark.parametrize("family, variant", VARIANTS)
+@pytest.mark.parametrize("family, variant", a_third(VARIANTS))
 def test_recorded_states(family, variant):
     """Recorded states have their shapes; `test_losses_of_rows.py` compares results with and without them."""
     model = make(family, "ForMaskedLM", variant)

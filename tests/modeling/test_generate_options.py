@@ -291,7 +291,7 @@ MODELS = [f"{family} {KINDS[encoded]}" for family, encoded in PLAIN]
 @pytest.fixture(scope="module", params=MODELS)
 def model(request):
     family, encoded = PLAIN[MODELS.index(request.param)]
-    return make_plain(family, is_encoder_decoder=encoded, vocab_size=len(TOKENIZER))
+    return make_plain(family, is_encoder_decoder=encoded, vocab_size=len(TOKENIZER), num_hidden_layers=1)
 
 
 @pytest.fixture

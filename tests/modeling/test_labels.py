@@ -8,7 +8,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy,
 
 from luna_mega.modeling_common.labels import next_tokens, shift_right
 
-from . import classes, luna, mega, mega_decoders, megalodon_decoders
+from . import classes, decoders, luna, mega, mega_decoders, megalodon_decoders
 
 FAMILIES = {"luna": luna, "mega": mega}
 family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
@@ -131,7 +131,7 @@ ADAPTIVE = {"adaptive_softmax_cutoffs": [9], "tie_word_embeddings": False, "dtyp
 LABELED |= {"mega adaptive decoder": partial(mega_decoders.make, **ADAPTIVE)}
 
 
-@pytest.mark.parametrize("name", [name for name in LABELED if not name.endswith("Model")])
+@pytest.mark.parametrize("name", decoders.a_third(name for name in LABELED if not name.endswith("Model")))
 def test_labels_that_are_no_ids(name):
     """The errors name the ids that labels can be: for numbers with a fraction, and on a CPU for other ids."""
     model, head = LABELED[name](), name.split()[-1]

@@ -73,10 +73,10 @@ KERNELS += [
 ]
 
 
-def make(case, option="dense"):
+def make(case, option="dense", **more):
     """Return a model with tables of positions that are as long as the longest row."""
     family, head, fields = CASES[case]
-    fields = decoders.tables(case, LENGTHS[0]) | fields
+    fields = decoders.tables(case, LENGTHS[0]) | fields | more
     if family is decoders:
         model = decoders.make(case, **fields)
     else:
@@ -208,9 +208,9 @@ def run(model, inputs, kept, **options):
     return output.loss.detach().double().cpu(), gradients, results
 
 
-def expected(case):
+def expected(case, **more):
     """Return the loss, all gradients and all results, computed from each row without padding."""
-    model, terms = make(case), sum(weigh(case, row) for row in range(len(LENGTHS)))
+    model, terms = make(case, **more), sum(weigh(case, row) for row in range(len(LENGTHS)))
     total, gradients, results = 0.0, {}, {}
     for row, length in enumerate(LENGTHS):
         share, (inputs, others) = weigh(case, row) / terms, rows_of(case, row)
@@ -227,9 +227,9 @@ def expected(case):
     return total, gradients, {name: torch.cat(parts) for name, parts in results.items()}
 
 
-def check(case, found, scale=1.0):
+def check(case, found, scale=1.0, **more):
     """Check that results of a batch are those of its rows; losses, and so gradients, are computed in float32."""
-    (loss, *found), (total, *wanted) = found, expected(case)
+    (loss, *found), (total, *wanted) = found, expected(case, **more)
     torch.testing.assert_close(loss, total, rtol=1e-6 * scale, atol=1e-6 * scale)
     for actual, reference, exact in zip(found, wanted, (1.0, 1e-2 if scale == 1 else 1.0), strict=True):
         assert actual.keys() == reference.keys()
@@ -273,10 +273,13 @@ def test_padding_free(case, marker):
 def test_triton(case, layout, triton_device):
     """Triton kernels compute in float32."""
     inputs, kept = collate(case, layout)
-    model, inputs = make(case).float().to(triton_device), {name: x.to(triton_device) for name, x in inputs.items()}
+    model, inputs = (
+        make(case, num_hidden_layers=1).float().to(triton_device),
+        {name: x.to(triton_device) for name, x in inputs.items()},
+    )
     with use_backend("triton"):
         found = run(model, inputs, kept)
-    check(case, found, scale=1e3)
+    check(case, found, scale=1e3, num_hidden_layers=1)
 
 
 @pytest.mark.parametrize("case, layout", diagonal(["mega adaptive", *decoders.DECODER_ONLY][::3], ["left", "gaps"]))
