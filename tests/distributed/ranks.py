@@ -30,12 +30,8 @@ class Ranks:
         self.processes: list[multiprocessing.Process] = []
         self.pipes: list[Connection] = []
 
-    def __call__(
-        self, count: int, function: Callable, *arguments: Any, timeout: float = PATIENCE, may_fail: bool = False
-    ) -> list:
+    def __call__(self, count: int, function: Callable, *arguments: Any, timeout: float = PATIENCE) -> list:
         """Run `function(*arguments)` on `count` ranks and return their results in the order of the ranks.
-
-        With `may_fail`, the result of a rank that fails or exits is the text of its error, and the others continue.
 
         Raises:
             AssertionError: if a rank raised an error, exited or did not respond for `timeout` seconds; the text is the
@@ -59,11 +55,8 @@ class Ranks:
                         process = self.processes[waiting[pipe]]
                         process.join(timeout)
                         fault = f"the process ended with exit code {process.exitcode}"
-                    if fault is not None and not may_fail:
+                    if fault is not None:
                         self._fail(f"rank {waiting[pipe]} of {count}: {fault}")
-                    results[waiting[pipe]] = results.get(waiting[pipe]) if fault is None else fault
-        if may_fail:
-            self.stop()
         return [results[rank] for rank in range(count)]
 
     def _start(self):

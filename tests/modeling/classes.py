@@ -15,8 +15,3 @@ HEADS |= {
 DECODERS = {f"{name} decoder": partial(family.make, torch.float32) for name, family in decoders.FAMILIES.items()}
 DECODERS["megalodon decoder"] = HEADS["megalodon ForCausalLM"]
 SEQ2SEQ = {f"{name} seq2seq": partial(DECODERS[f"{name} decoder"], is_encoder_decoder=True) for name in ENCODERS}
-VARIANTS = {
-    f"{name} {variant}": (family, fields)
-    for name, family in ENCODERS.items()
-    for variant, fields in family.VARIANTS.items()
-}

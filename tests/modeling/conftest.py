@@ -1,6 +1,11 @@
+import logging
+
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.logging import warning_once
+
+from luna_mega.modeling_common import generation, masks
 
 
 @pytest.fixture(params=["host", "device"])
@@ -9,6 +14,20 @@ def place(request, monkeypatch):
     if request.param == "device":
         for module in ("layout", "padding_free", "arguments", "inputs", "masks"):
             monkeypatch.setattr(f"luna_mega.modeling_common.{module}.can_look", lambda x: False)
+
+
+@pytest.fixture
+def messages():
+    """Collect the messages about masks and generation; some are logged once."""
+    records, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    warning_once.cache_clear()
+    loggers = [masks.logger, generation.logger, logging.getLogger("transformers.generation.utils")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    yield records
+    for logger in loggers:
+        logger.removeHandler(handler)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from luna_mega.modeling_common.layout import DenseLayout
 from luna_mega.modeling_mega.modeling_mega import MegaDropout
 
 from . import luna, mega
@@ -181,14 +180,6 @@ def test_layerdrop():
     torch.manual_seed(0)
     lengths = {len(model(**inputs, output_hidden_states=True).packed_hidden_states) for _ in range(20)}
     assert min(lengths) < 4 and max(lengths) < 9
-
-
-def test_dropout_is_drawn_for_every_sequence():
-    model = make("luna", "Model", dropout=0.5).train()
-    twice = {name: value.expand(2, -1) for name, value in tokens([9]).items()}
-    embeds, layout = model.get_input_embeddings()(twice["input_ids"]), DenseLayout(twice["attention_mask"].bool())
-    states, ((packed,), _) = model.embeddings(embeds, layout, torch.arange(9)[None], with_packed=True)
-    assert not torch.equal(states[0], states[1]) and not torch.equal(packed[0], packed[1])
 
 
 def test_feature_dropout_drops_channels():

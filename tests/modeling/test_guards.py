@@ -1,14 +1,12 @@
 """Argument checks of all classes that have a cache: each invalid input raises the same message in every class."""
 
 import copy
-import logging
 from functools import cache
 
 import pytest
 import torch
 from transformers import DynamicCache
 
-from luna_mega.modeling_common import generation
 from tests.marks import diagonal
 
 from . import decoders
@@ -150,35 +148,22 @@ def test_new_tokens_after_a_cache(case):
         assert torch.equal(new[:, 2:], expected[:, 5:])
 
 
-@pytest.fixture
-def warnings():
-    """Collect the warnings of transformers and of this package about right padding."""
-    records, handler = [], logging.Handler(logging.WARNING)
-    handler.emit = lambda record: records.append(record.getMessage())
-    loggers = [generation.logger, logging.getLogger("transformers.generation.utils")]
-    for logger in loggers:
-        logger.addHandler(handler)
-    yield records
-    for logger in loggers:
-        logger.removeHandler(handler)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("case, rows", diagonal(CLASSES, [1, 2]))
-def test_right_padding_warns(case, rows, warnings):
+def test_right_padding_warns(case, rows, messages):
     """Right padding warns once per call; padding on the left or in a source does not warn."""
     model = make(case)
     mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])[:rows]
     ids = IDS[:rows].masked_fill(mask == 0, 1)
     calls = [{"mask": mask}] if model.config.is_encoder_decoder or rows == 1 else [{"mask": mask}, {}]
     for given in calls:
-        warnings.clear()
+        messages.clear()
         generate(model, ids, **given)
-        assert len([text for text in warnings if "padding_side='left'" in text]) == 1
-    warnings.clear()
+        assert len([text for text in messages if "padding_side='left'" in text]) == 1
+    messages.clear()
     generate(model, ids.flip(1), mask.flip(1))
     generate(model)
-    assert not warnings
+    assert not messages
     if not model.config.is_encoder_decoder:
         model.generate(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask, max_new_tokens=2)
-        assert len(warnings) == 1
+        assert len(messages) == 1

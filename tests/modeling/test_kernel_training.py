@@ -18,7 +18,6 @@ MODELS = {
     "luna": lambda: luna.make("ForMaskedLM", unpad_inputs=True, num_attention_heads=2, **LUNA),
     "luna decoder": lambda: luna_decoders.make(dtype=torch.float32, **LUNA),
     "mega": lambda: mega.make("ForMaskedLM", unpad_inputs=True, **mega.VARIANTS["laplace chunks"], **MEGA),
-    "mega, no average, no bias": lambda: mega.make("ForMaskedLM", **mega.VARIANTS["no average, no bias"], **MEGA),
     "mega decoder": lambda: mega_decoders.make(**mega_decoders.DECODER_ONLY["laplace chunks"], **MEGA).float(),
 }
 

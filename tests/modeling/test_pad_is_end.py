@@ -1,28 +1,12 @@
 """Decoders whose padding token is their end token, as with tokenizers that have no padding token."""
 
-import logging
-
 import pytest
 import torch
-from transformers.utils.logging import warning_once
-
-from luna_mega.modeling_common import masks
 
 from . import decoders, luna
 
 FAMILIES = pytest.mark.parametrize("family", decoders.FAMILIES)
 ENCODED = pytest.mark.parametrize("family", decoders.TRANSLATING)
-
-
-@pytest.fixture
-def messages():
-    """Collect the messages of the module that infers masks; it logs each message once."""
-    records, handler = [], logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    warning_once.cache_clear()
-    masks.logger.addHandler(handler)
-    yield records
-    masks.logger.removeHandler(handler)
 
 
 @torch.no_grad()

@@ -6,21 +6,18 @@ import pytest
 import torch
 
 import luna_mega
+from tests.marks import diagonal
 
 from . import decoders, luna, luna_decoders, mega
 
 POOLED = "ForSequenceClassification"
-CASES = {
-    f"{head}, {variant}, {layers}": (head, fields | {"num_hidden_layers": layers})
-    for head in ("ForMaskedLM", POOLED)
-    for variant, fields in luna.VARIANTS.items()
-    for layers in (1, 3)
-} | {
-    f"{pooling}, {variant}, {layers}": (POOLED, fields | {"pooling": pooling, "num_hidden_layers": layers})
-    for pooling in ("packed_max", "packed_attention")
-    for variant, fields in luna.VARIANTS.items()
-    for layers in (1, 3)
-}
+HEADS = [
+    ("ForMaskedLM", {}),
+    (POOLED, {}),
+    (POOLED, {"pooling": "packed_max"}),
+    (POOLED, {"pooling": "packed_attention"}),
+]
+CASES = [(*head, name, layers) for head, name in diagonal(HEADS, luna.VARIANTS) for layers in (1, 3)]
 
 
 def assert_frozen_are_unread(model, loss):
@@ -34,10 +31,9 @@ def assert_frozen_are_unread(model, loss):
     return frozen
 
 
-# every third case; these cover every head, variant and number of layers
-@pytest.mark.parametrize("case", decoders.a_third([*CASES][::3]))
-def test_luna(case):
-    head, fields = CASES[case]
+@pytest.mark.parametrize("head, fields, variant, layers", CASES)
+def test_luna(head, fields, variant, layers):
+    fields = luna.VARIANTS[variant] | fields | {"num_hidden_layers": layers}
     inputs = luna.head_inputs(head, [9, 4])
     inputs |= luna.labels(head, inputs)
     frozen = assert_frozen_are_unread(luna.make(head, **fields).train(), lambda model: model(**inputs).loss)
