@@ -8,7 +8,6 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Toke
 
 from luna_mega.convert.dictionaries import SPECIALS, read_dictionary
 from luna_mega.convert.tokenizers.words import word_tokenizer
-from luna_mega_cli import main
 
 SYMBOLS = ["[MAX", "]", "9", "a", "é", "😀", "255", "the", "madeupword0000"]
 CLS = 4 + len(SYMBOLS)
@@ -92,14 +91,6 @@ def test_pickled_and_reloaded(tmp_path):
         assert dict(other(TEXTS)) == dict(tokenizer(TEXTS))
 
 
-def test_overwritten_line_is_the_later_id(tmp_path):
-    path = tmp_path / "symbols.txt"
-    path.write_text("a 1\nb 1\na 1 #fairseq:overwrite\n<s> 1 #fairseq:overwrite\n", encoding="utf-8")
-    tokenizer = word_tokenizer(read_dictionary(path), "<CLS>", True, 9)
-    assert tokenizer("a b").input_ids == [8, 6, 5, 2]
-    assert tokenizer.convert_ids_to_tokens([0, 4, 6, 7]) == ["<s>", "a (id 4)", "a", "<s> (id 7)"]
-
-
 @pytest.mark.parametrize(
     ("kind", "args", "starts_with_cls"),
     [
@@ -135,17 +126,3 @@ def test_no_tokenizer_without_a_dictionary_or_for_pixels(convert, make):
     assert "no dictionary" in convert.screen
     convert.output = convert.output.with_name("pixels")
     assert not (convert(make.lra23(image=True, sen_rep_type="mp")) / "tokenizer.json").exists()
-
-
-def test_fixtures(parity_folder, tmp_path):
-    for fixture in parity_folder.all("luna", "lra*"):
-        meta = json.loads((fixture / "meta.json").read_text(encoding="utf-8"))
-        output = tmp_path / fixture.name
-        assert main(["convert", str(fixture / "checkpoint.pt"), "--output", str(output)]) == 0
-        assert (output / "tokenizer.json").is_file() is not meta["image"]
-        if meta["image"]:
-            continue
-        tokenizer = AutoTokenizer.from_pretrained(output)
-        symbols = [line.rsplit(" ", 1)[0] for line in (output / "dict.txt").read_text(encoding="utf-8").splitlines()]
-        ids = tokenizer(" ".join(symbols), add_special_tokens=False).input_ids
-        assert ids == list(range(4, 4 + len(symbols))) and len(tokenizer) == meta["vocab_size"]

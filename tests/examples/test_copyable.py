@@ -37,13 +37,7 @@ def splits(rows, folder: Path) -> Path:
 # Script -> function that writes its data to a folder and returns the script's own options.
 OPTIONS = {
     "run_glue": lambda to: [
-        "--task_name",
-        "sst2",
-        "--metric_path",
-        METRIC,
-        *LUNA,
-        "--dataset_path",
-        lines(to, "sentence"),
+        *("--task_name", "sst2", "--metric_path", METRIC, *LUNA, "--dataset_path", lines(to, "sentence")),
     ],
     "run_text_classification": lambda to: [*LUNA, "--dataset_path", lines(to, "text")],
     "run_race": lambda to: [*LUNA, "--dataset_path", splits(race.race_rows, to)],

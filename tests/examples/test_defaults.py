@@ -5,9 +5,8 @@ import json
 import pytest
 from transformers import AutoConfig, AutoTokenizer
 
-from luna_mega import LunaConfig, LunaForMaskedLM, LunaSeq2SeqConfig, MegaSeq2SeqConfig
+from luna_mega import LunaSeq2SeqConfig, MegaSeq2SeqConfig
 from luna_mega.training.models import longest_input
-from luna_mega.training.tokenizers import train_bpe
 from tests.examples import test_resume as resume
 from tests.examples.runs import TINY, assert_error
 from tests.marks import slow_but
@@ -54,18 +53,6 @@ def test_lengths_above_the_positions(train_rows, case, capsys):
         assert line in printed
     assert AutoTokenizer.from_pretrained(output).model_max_length <= 9
     assert json.loads((output / "all_results.json").read_text(encoding="utf-8"))["eval_loss"] > 0
-
-
-def test_a_converted_model_with_few_positions(train_rows, tmp_path, capsys):
-    """The default length of a script is above the positions of the model; inputs are truncated to the latter."""
-    tokenizer = train_bpe(["a good film"], 280, 512)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    config = LunaConfig(vocab_size=len(tokenizer), **sizes, projection_length=4, max_position_embeddings=64)
-    LunaForMaskedLM(config).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    output = train_rows("out", *GLUE, *EVALUATED, "--model_name_or_path", tmp_path / "model")
-    assert "--max_seq_length 128 is reduced to 64, because the model has 64 positions" in capsys.readouterr().out
-    assert AutoTokenizer.from_pretrained(output).model_max_length == 64
 
 
 def test_positions_of_both_sides():

@@ -19,18 +19,8 @@ def sentences(tmp_path):
 def glue(data, output, *options):
     steps = ["--max_steps", 3, "--per_device_train_batch_size", 4]
     model = ["--config_overrides", TINY, "--vocab_size", 300, "--max_seq_length", 16]
-    return [
-        "--task_name",
-        "sst2",
-        "--dataset_path",
-        data,
-        "--output_dir",
-        output,
-        "--do_train",
-        *steps,
-        *model,
-        *options,
-    ]
+    paths = ["--task_name", "sst2", "--dataset_path", data, "--output_dir", output]
+    return [*paths, "--do_train", *steps, *model, *options]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from datasets import ClassLabel, Dataset
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     BertConfig,
     EvalPrediction,
     ViTConfig,
@@ -120,51 +119,6 @@ def test_labels_are_matched_by_name(name, load, capsys):
 def test_default_names(side, load, capsys):
     assert load("run_text_classification", ["LABEL_0", "LABEL_1"], side) == ([0, 1, 1, 0], ["bad", "good"])
     assert capsys.readouterr().out.count("has no label names") == (side == "--do_eval")
-
-
-NLI = ["contradiction", "entailment", "neutral"]  # the order of cross-encoder/nli-deberta-v3-base
-
-
-@pytest.fixture
-def mnli(script, tmp_path):
-    """Return a random model with the labels of MNLI, the same model with outputs in the order of `NLI`, and data."""
-    order = ["entailment", "neutral", "contradiction"]
-    first = save_head(script, "run_glue", order, tmp_path / "task order")
-    # makes the model predict several classes
-    config = AutoConfig.from_pretrained(first, pooling="mean", initializer_range=1.0)
-    torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config)
-    model.save_pretrained(first)
-    rows = [order.index(label) for label in NLI]
-    for parameter in model.classifier.out_proj.parameters():
-        parameter.data = parameter.data[rows]
-    model.config.update(label_fields(NLI))
-    AutoTokenizer.from_pretrained(first).save_pretrained(tmp_path / "nli order")
-    model.save_pretrained(tmp_path / "nli order")
-    (tmp_path / "data").mkdir()
-    for split in ("train", "validation_matched", "validation_mismatched", "test_matched", "test_mismatched"):
-        texts = [{"premise": chr(97 + index), "hypothesis": chr(99 + index)} for index in range(24)]
-        table = Dataset.from_list([text | {"label": index % 3} for index, text in enumerate(texts)])
-        table.cast_column("label", ClassLabel(names=order)).to_parquet(tmp_path / "data" / f"{split}.parquet")
-    return first, tmp_path / "nli order", tmp_path / "data"
-
-
-def test_glue_with_the_labels_of_a_cross_encoder(call, mnli, tmp_path):
-    """Scores and predictions do not depend on the order of a model's outputs."""
-    *models, data = mnli
-    options = ["--task_name", "mnli", "--dataset_path", data, "--max_seq_length", 16, "--do_eval", "--do_predict"]
-    options += ["--do_train", "--learning_rate", 1e-4, "--max_steps", 2, "--save_strategy", "no"]
-    outputs = [tmp_path / "first", tmp_path / "second"]
-    scores = [
-        call("run_glue", *options, "--model_name_or_path", model, "--output_dir", output)
-        for model, output in zip(models, outputs, strict=True)
-    ]
-    names = [name for name in scores[0] if name.endswith(("accuracy", "_loss"))]
-    assert "eval_matched_accuracy" in names and "eval_mismatched_loss" in names
-    assert [scores[0][name] for name in names] == pytest.approx([scores[1][name] for name in names], rel=1e-4)
-    first, second = ((output / "MNLI-m.tsv").read_text(encoding="utf-8") for output in outputs)
-    assert first == second and len({line.split("\t")[1] for line in first.splitlines()[1:]}) > 1
-    assert list(AutoConfig.from_pretrained(outputs[1]).id2label.values()) == NLI
 
 
 def test_metrics_of_a_head_in_another_order(script, examples_dir):

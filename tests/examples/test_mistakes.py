@@ -173,17 +173,7 @@ def test_streams_without_text(script, tmp_path, name, kind):
     content = "\n \n\n" * 20 if kind == "txt" else '{"text": " "}\n' * 20
     (tmp_path / "data" / f"train.{kind}").write_text(content, encoding="utf-8")
     options = ["--do_train", "--streaming", "true", "--max_steps", 2, "--dataset_path", tmp_path / "data"]
-    options += [
-        "--output_dir",
-        tmp_path / "out",
-        "--model_type",
-        "luna",
-        "--config_overrides",
-        TINY,
-        "--vocab_size",
-        300,
-        "--block_size",
-        32,
-    ]
+    options += ["--output_dir", tmp_path / "out", "--model_type", "luna", "--config_overrides", TINY]
+    options += ["--vocab_size", 300, "--block_size", 32]
     main = script(name).main
     assert_error(main, "too little text for one example; reduce --block_size", [str(part) for part in options])

@@ -4,9 +4,8 @@ import pandas as pd
 import pytest
 from transformers import pipeline
 
-from luna_mega import LunaForSequenceClassification
 from tests.examples import runs
-from tests.examples.runs import assert_complete, assert_error, sentence, write
+from tests.examples.runs import assert_complete, assert_error, sentence
 
 RUN = ["run_text_classification", "--max_seq_length", 32]
 
@@ -60,14 +59,6 @@ def test_names_as_labels_and_rows_held_out(run, folder, tmp_path):
     )
 
 
-@pytest.mark.slow
-def test_pairs(run, folder, tmp_path):
-    pairs = ["--text_columns", "title", "text", "--max_steps", 2]
-    run(*options(folder, tmp_path / "out", *pairs))
-    model = LunaForSequenceClassification.from_pretrained(tmp_path / "out")
-    assert model.config.id2label == {0: "bad", 1: "good"}
-
-
 @pytest.mark.parametrize(
     "more, message",
     [
@@ -79,10 +70,3 @@ def test_pairs(run, folder, tmp_path):
 )
 def test_invalid_options_are_one_line(run, folder, tmp_path, more, message):
     assert_error(run, message, *options(folder, tmp_path / "out", *more), output=tmp_path / "out")
-
-
-def test_unknown_class_in_evaluation(run, folder, tmp_path):
-    write([{"text": "so so", "label": "fair"}], folder.parent / "other" / "validation.jsonl")
-    write(rows(16, 0), folder.parent / "other" / "train.jsonl")
-    arguments = options(folder.parent / "other", tmp_path / "out", "--do_eval")
-    assert_error(run, "split validation, row 0: label 'fair' is not one of bad, good", *arguments)

@@ -11,7 +11,8 @@ import pytest
 from transformers import RobertaTokenizer
 
 import luna_mega_cli
-from luna_mega import LunaTokenizer, _code
+from luna_mega import LunaConfig, LunaTokenizer, _code
+from luna_mega._register import auto_classes
 from tests.convert.folders import edit
 from tests.errors import command_error
 from tests.hub import client as on_client
@@ -19,15 +20,6 @@ from tests.hub.client import check_outputs, lists
 from tests.hub.loopback import metadata_errors
 from tests.modeling.luna import head_inputs, make
 
-AUTO_CLASSES = {
-    "AutoModel": "Model",
-    "AutoModelForPreTraining": "ForMaskedLM",
-    "AutoModelForMaskedLM": "ForMaskedLM",
-    "AutoModelForSequenceClassification": "ForSequenceClassification",
-    "AutoModelForMultipleChoice": "ForMultipleChoice",
-    "AutoModelForTokenClassification": "ForTokenClassification",
-    "AutoModelForQuestionAnswering": "ForQuestionAnswering",
-}
 MASKED_LM = "AutoModelForMaskedLM"
 REMOTE = {"trust_remote_code": True}
 
@@ -103,7 +95,7 @@ def test_output_contains_only_model_files(stranger, saved, tmp_path):
     kept = {name for name in before if not name.endswith((".bin", ".pt")) and not name.startswith(".")}
     assert {name for name in contents(tmp_path / "out") if not name.startswith("luna_mega_code/")} == kept
     auto_map = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["auto_map"]
-    assert auto_map.keys() == {"AutoConfig", *AUTO_CLASSES, "AutoModelForAudioClassification", "AutoModelForCausalLM"}
+    assert auto_map.keys() == {"AutoConfig", *auto_classes(LunaConfig)}
     old, new = (json.loads((place / "config.json").read_text(encoding="utf-8")) for place in (folder, tmp_path / "out"))
     assert new.pop("auto_map") and new == old
     assert stranger(on_client.encode, tmp_path / "out", ["ab"], **REMOTE) == [[0, 4, 3, 2]]

@@ -47,13 +47,8 @@ def test_plain_words_are_unchanged(text):
 @pytest.mark.parametrize("license", ["mit", "apache-2.0", "other:my-license-1.0", None])
 def test_licences(license):
     stated = license_metadata(license)
-    assert stated == (
-        {}
-        if license is None
-        else {"license": "other", "license_name": "my-license-1.0"}
-        if ":" in license
-        else {"license": license}
-    )
+    other = {"license": "other", "license_name": "my-license-1.0"}
+    assert stated == ({} if license is None else other if ":" in license else {"license": license})
 
 
 @pytest.mark.parametrize("license", ["MIT", "nonsense", "other", "other:", "other:My License", "mit\n# x", "", "mit "])
@@ -81,13 +76,13 @@ def converted(words, license="mit"):
     return conversion_card(words[3], "LunaForMaskedLM", tiny_config(), source, "\n".join(lines), **options)
 
 
-@pytest.mark.slow
-def test_card_injection():
-    """With 500 malicious strings, pages keep their blocks and links, and metadata keep the strings."""
+@pytest.mark.parametrize("tries", [3, pytest.param(500, marks=pytest.mark.slow)])
+def test_card_injection(tries):
+    """With malicious strings, pages keep their blocks and links, and metadata keep the strings."""
     draw = random.Random(0)
     plain = [f"word{index}" for index in range(4)]
     expected = anatomy(str(converted(plain)))
-    for _ in range(500):
+    for _ in range(tries):
         words = ["".join(draw.choices(ALIVE, k=draw.randint(1, 3))) or "x" for _ in plain]
         card = converted(words)
         text = str(card)
@@ -95,9 +90,3 @@ def test_card_injection():
         metadata = yaml.safe_load(METADATA.match(text)[1])
         assert text.encode() and metadata == card.data.to_dict() and metadata["license"] == "mit", words
         assert metadata.keys() <= {"license", "library_name", "tags", "pipeline_tag"}
-
-
-@pytest.mark.parametrize("words", [["x\n# A", "<b>", "```", "[a](http://b)"], ["|", "`", "\x1b[0m", "# x"]])
-def test_hostile_text_in_a_card(words):
-    """Two examples of `test_card_injection` run in the fast tests."""
-    assert anatomy(str(converted(words))) == anatomy(str(converted([f"word{index}" for index in range(4)])))

@@ -8,6 +8,7 @@ import torch
 
 import luna_mega
 from luna_mega.hub.samples import make_inputs, sample_inputs
+from tests.marks import slow_but
 from tests.modeling import luna, mega, megalodon_decoders
 from tests.modeling.decoders import make, make_plain
 
@@ -26,6 +27,9 @@ MODELS = {
        for family, name in (("luna", "translation"), ("mega", "softmax"))},
     **{f"bare decoder of {family}": lambda family=family: bare(family) for family in ("luna", "mega")},
 }  # fmt: skip
+FAST = ["luna Model", "luna ForMultipleChoice", "luna ForSequencePairClassification", "mega ForMaskedLM", "candidates"]
+FAST += ["values", "without the first token", "images", "mega decoder", "luna seq2seq", "bare decoder of luna"]
+FAST += ["megalodon windows"]
 # Not sample inputs: arguments that replace other arguments, computed values, labels, and options.
 OTHERS = {
     *("inputs_embeds", "pair_inputs_embeds", "decoder_inputs_embeds", "position_ids", "encoder_outputs"),
@@ -39,7 +43,7 @@ def bare(family):
     return getattr(luna_mega, f"{family.capitalize()}Model")(model.config.decoder_config).eval()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", slow_but(FAST, MODELS))
 def test_batches_have_every_input_and_run(name):
     model = MODELS[name]().eval()
     config, batches = model.config, sample_inputs(model)
