@@ -62,12 +62,6 @@ def test_class_by_task(convert, make, task, heads, expected):
     assert AutoConfig.from_pretrained(folder).architectures == [expected]
 
 
-def test_missing_head_error_lists_available_heads(convert, make):
-    message = convert.error(make.bert(heads=[("a_head", 3), ("b_head", 2)]), "--head", "c_head")
-    assert "c_head" in message and "a_head, b_head" in message
-    assert "no classification head" in convert.error(make.bert(), "--head", "c_head")
-
-
 def test_unknown_head_name(convert, make):
     assert "'{layer}'" in convert.error(make.bert(heads=[("{layer}", 2)]))
 

@@ -164,6 +164,7 @@ NO_MEGA = [(key, dtype) for dtype, key in diagonal(
 )]  # fmt: skip
 OPTIONS = [
     ("luna_bert", {"head": "c_head"}, "topic"),
+    ("luna_bert, layers", {"head": "c_head"}, "no classification head"),
     *((kind, {"head": "a"}, "--head a") for kind in ("luna_lra, 2021", "mega_lra", "mega_lm", "mega_image")),
     *((kind, {"layer_norm": "standard"}, "--layer-norm standard") for kind in ("mega_lra", "mega_lm", "mega_image")),
     *((kind, {"ema_convention": "main"}, "--ema-convention main") for kind in ("luna_lra, 2021", "mega_image")),

@@ -1,18 +1,9 @@
-import argparse
 from dataclasses import replace
 
 import pytest
-import torch
 
-from luna_mega.convert.formats.registry import detect, register_format, registered_formats
-from luna_mega.convert.safe_load.reader import Checkpoint
+from luna_mega.convert.formats.registry import register_format, registered_formats
 from tests.convert.folders import find_format
-
-
-def source(state):
-    """Return the name and revision of the format that recognizes a checkpoint."""
-    found, revision, *_ = detect(Checkpoint(None, "", "zip", vars(state["args"]), state["model"], None))
-    return found.facts.name, revision
 
 
 def test_early_luna_bert(convert, make):
@@ -20,14 +11,6 @@ def test_early_luna_bert(convert, make):
     state["model"] = {key.replace("encoder.", "decoder.", 1): tensor for key, tensor in state["model"].items()}
     convert(state)
     assert "'decoder.' is today's 'encoder.'" in convert.screen
-
-
-@pytest.mark.parametrize("branch", ["main", "flash"])
-def test_mega_translation(branch):
-    names = ("delta", "alpha") if branch == "main" else ("alpha", "delta")
-    keys = [f"{side}.layers.0.mega_layer.move.{name}" for side in ("encoder", "decoder") for name in names]
-    state = {"args": argparse.Namespace(arch="mega"), "model": dict.fromkeys(keys, torch.zeros(2))}
-    assert source(state) == ("mega_seq2seq", branch)
 
 
 def test_signatures_are_disjoint():

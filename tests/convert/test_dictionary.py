@@ -11,19 +11,17 @@ def read(tmp_path, text):
     return read_dictionary(tmp_path / "dict.txt")
 
 
-def test_lines_are_split_at_the_last_space(tmp_path):
-    dictionary = read(tmp_path, "the 9\nnew york 8\n\u2028x 7\r\nmadeupword0000 0\n")
+def test_symbols(tmp_path):
+    """Lines are split at the last space, overwritten symbols keep both ids, and a byte order mark is no symbol."""
+    dictionary = read(tmp_path, "\ufeffthe 9\nnew york 8\n\u2028x 7\r\nmadeupword0000 0\n")
     assert dictionary.symbols == ("the", "new york", "\u2028x", "madeupword0000")
     assert dictionary.labels == ("the", "new york", "\u2028x")
+    assert read(tmp_path, "a 1\na 2 #fairseq:overwrite\n<s> 3 #fairseq:overwrite\n").symbols == ("a", "a", "<s>")
 
 
 def test_size_counts_the_appended_symbol_once(tmp_path):
     assert read(tmp_path, "a 1\nb 1\n").size("<mask>") == 7
     assert read(tmp_path, "a 1\n<mask> 1\n").size("<mask>") == 6
-
-
-def test_overwrite_keeps_both_ids(tmp_path):
-    assert read(tmp_path, "a 1\na 2 #fairseq:overwrite\n<s> 3 #fairseq:overwrite\n").symbols == ("a", "a", "<s>")
 
 
 @pytest.mark.parametrize(
@@ -47,27 +45,11 @@ def test_not_text(tmp_path):
         read_dictionary(tmp_path / "dict.txt")
 
 
-def test_byte_order_mark_is_not_part_of_the_first_symbol(tmp_path):
-    assert read(tmp_path, "\ufeffthe 9\na 8\n").symbols == ("the", "a")
-
-
-def test_dictionary_next_to_the_checkpoint(convert, make):
-    vocabulary = make.dictionary(convert.source / "dict.txt")
-    output = convert(make.bert())
-    assert (output / "dict.txt").read_bytes() == vocabulary.read_bytes()
+@pytest.mark.parametrize("folder", [".", "src-bin", "input0"])
+def test_dictionary_near_the_checkpoint(convert, make, folder):
+    vocabulary = make.dictionary(convert.source / folder / "dict.txt")
+    assert (convert(make.bert()) / "dict.txt").read_bytes() == vocabulary.read_bytes()
     assert "no dictionary" not in convert.screen
-
-
-@pytest.mark.parametrize("folder", ["src-bin", "input0"])
-def test_dictionary_in_the_task_directory(convert, make, folder):
-    make.dictionary(convert.source / folder / "dict.txt")
-    assert (convert(make.bert()) / "dict.txt").is_file()
-
-
-def test_conversion_without_a_dictionary(convert, make):
-    output = convert(make.bert())
-    assert "no dictionary" in convert.screen
-    assert not (output / "dict.txt").exists()
 
 
 def test_given_files_in_any_order(convert, make, tmp_path):

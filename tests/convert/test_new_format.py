@@ -102,12 +102,6 @@ def test_unsupported_options(tmp_path, checkpoint):
         convert_checkpoint(checkpoint, tmp_path / "back", head="a")
 
 
-def test_others_are_still_recognized(convert, make):
-    assert '"luna_bert"' in (convert(make.bert()) / "conversion_report.json").read_text(encoding="utf-8")
-    convert.output = convert.output.with_name("other")
-    assert "not a Luna or Mega checkpoint" in convert.error(make.checkpoint({"x.weight": torch.zeros(2)}, arch="a"))
-
-
 def test_names_are_unique():
     assert [found.facts.name for found in registered_formats()][-1] == "tiny"
     with pytest.raises(ValueError, match="format 'tiny' is registered already"):

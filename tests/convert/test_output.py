@@ -126,24 +126,6 @@ def test_model_card(convert, make):
     assert "README.md" in report["files"] and report["source"]["sha256"] in card.text
 
 
-def test_no_file_names_a_folder_of_this_machine(convert, make):
-    """No output file contains a path of this machine, which args and input files may contain."""
-    here = str(convert.source.parent)
-    make.dictionary(convert.source / "dict.txt")
-    make.dictionary(convert.source / "label-bin" / "dict.txt", symbols=9)
-    args = {"data": f"{here}/data-bin:{here}/more", "paths": [f"{here}/a", {"b": (f"{here}/b/",)}]}
-    kept = {"restore_file": "checkpoints/last.pt", "dist_url": "env://", "init": "tcp://host:1", "slash": "/"}
-    output = convert(make.lra21(**args, **kept))
-    texts = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
-    assert len([path for path in texts if path.parent == output]) == 7 and not [
-        path.name for path, text in texts.items() if here.encode() in text
-    ]
-    report = json.loads((output / "conversion_report.json").read_text(encoding="utf-8"))
-    assert report["warnings"] == ["label-bin/dict.txt: 9 labels for 2 classes: not used, classes keep their numbers"]
-    assert {name: report["args"][name] for name in args} == {"data": "data-bin:more", "paths": ["a", {"b": ["b"]}]}
-    assert {name: report["args"][name] for name in kept} == kept
-
-
 PATHS = {
     "/home/me/data-bin": "data-bin",
     "/home/me/a:/home/me/b": "a:b",

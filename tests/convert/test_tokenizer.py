@@ -3,8 +3,6 @@
 import json
 import pickle
 import random
-import subprocess
-import sys
 
 import pytest
 import transformers
@@ -255,22 +253,6 @@ def test_without_bpe_a_note_names_the_option(convert, make, twelve):
     assert json.loads((output / "conversion_report.json").read_text(encoding="utf-8"))["tokenizer"] is None
     with pytest.raises(ValueError, match="the folder has no tokenizer.*--bpe"):
         AutoTokenizer.from_pretrained(output)
-
-
-@pytest.mark.slow
-def test_class_travels_with_the_folder(convert, make, bpe, twelve):
-    output = convert(checkpoint_with_dictionary(convert, make, twelve), "--bpe", bpe)
-    code = (
-        "import sys; sys.modules['luna_mega'] = None; from transformers import AutoTokenizer\n"
-        f"print(AutoTokenizer.from_pretrained({str(output)!r}, trust_remote_code=True)('abc the abx').input_ids)\n"
-        f"AutoTokenizer.from_pretrained({str(output)!r})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", cwd=output.parent, stdin=subprocess.DEVNULL
-    )
-    assert done.stdout.splitlines()[0] == str(Reference(MERGES, twelve)("abc the abx")), done.stderr
-    # loading without the custom class raises an error instead of giving other ids
-    assert done.returncode != 0 and "trust_remote_code=True" in done.stderr
 
 
 def test_overwritten_line_is_the_later_id(tmp_path, bpe, numbers):

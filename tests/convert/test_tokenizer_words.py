@@ -119,10 +119,3 @@ def test_conversion(convert, make, kind, args, starts_with_cls):
     model = AutoModelForSequenceClassification.from_pretrained(output).eval()
     batch = tokenizer(["w0 w2 x", "w1 " * 30], padding=True, truncation=True, return_tensors="pt")
     assert batch["input_ids"].shape == (2, make.POSITIONS) and model(**batch).logits.isfinite().all()
-
-
-def test_no_tokenizer_without_a_dictionary_or_for_pixels(convert, make):
-    assert not (convert(make.lra21()) / "tokenizer.json").exists()
-    assert "no dictionary" in convert.screen
-    convert.output = convert.output.with_name("pixels")
-    assert not (convert(make.lra23(image=True, sen_rep_type="mp")) / "tokenizer.json").exists()

@@ -29,3 +29,12 @@ def clips(draw: random.Random) -> dict:
 
 
 MAKERS = {"text": texts, "race": questions, "pairs": pairs, "images": images, "clips": clips}
+# Script of classification -> columns of a row without its label.
+COLUMNS = {
+    "run_glue": {"sentence1": "a b", "sentence2": "b"},
+    "run_text_classification": {"text": "a b"},
+    "run_audio": {"audio": [0.1, -0.1, 0.3] * 10, "sampling_rate": 1000},
+    "run_image_classification": {"image": bytes(range(64))},
+    "run_race": {"example_id": "high\t1", "article": "a", "question": "b", "options": list("wxyz")},
+    "lra.run_lra": {"text": "a b"},
+}

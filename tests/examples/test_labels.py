@@ -22,6 +22,7 @@ from luna_mega.training import images
 from luna_mega.training.classification import match_labels
 from luna_mega.training.models import CheckpointArguments, label_fields, make_model
 from luna_mega.training.tokenizers import train_bpe
+from tests.examples.rows import COLUMNS
 from tests.examples.runs import QUIET, assert_error
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -56,14 +57,7 @@ def save_head(script, name: str, labels: list[str], folder: Path) -> Path:
 
 def save_data(name: str, labels: list[str], folder: Path) -> Path:
     """Save splits whose four rows have the labels 0, 1, 1 and 0, with these names."""
-    columns = {
-        "run_glue": {"sentence1": "a b", "sentence2": "b"},
-        "run_text_classification": {"text": "a b"},
-        "run_audio": {"audio": [0.1, -0.1, 0.3] * 10, "sampling_rate": 1000},
-        "run_image_classification": {"image": bytes(range(64))},
-        "lra.run_lra": {"text": "a b"},
-    }[name]
-    table = Dataset.from_list([columns | {"label": label} for label in (0, 1, 1, 0)])
+    table = Dataset.from_list([COLUMNS[name] | {"label": label} for label in (0, 1, 1, 0)])
     folder.mkdir()
     for split in ("train", "validation"):
         table.cast_column("label", ClassLabel(names=labels)).to_parquet(folder / f"{split}.parquet")

@@ -100,14 +100,6 @@ def test_names_of_datasets(script, tmp_path, name):
     assert_error(script(name).main, message, options)
 
 
-@pytest.mark.parametrize(("name", "option"), [("run_glue", "task_name"), ("run_text_classification", None)])
-def test_required_options(script, options, name, option):
-    if option:
-        assert_error(script(name).parse, f"--{option} is required: cola, mnli", [str(part) for part in options])
-    else:
-        assert_error(script(name).parse, "the following|--output_dir|nothing to do", ["--output_dir", "x"])
-
-
 ADVICE = {
     "run_glue": "has no split validation, only train; files are called validation.parquet",
     "run_text_classification": "has no split validation, only train; pass --validation_share",

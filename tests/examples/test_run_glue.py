@@ -131,18 +131,6 @@ def test_invalid_options_are_one_line(options, message, run, sst2, tmp_path):
     assert_error(run, message, *scratch("sst2", sst2, tmp_path / "out"), *options, output=tmp_path / "out")
 
 
-def test_wrong_recipes(run, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    for text, message in (
-        ("learning_rat: 1", "unknown option learning_rat"),
-        ("- 1", "option: value"),
-        ("a: [", "recipe"),
-    ):
-        recipe.write_text(text, encoding="utf-8")
-        with pytest.raises(SystemExit, match=message):
-            run("--recipe", recipe)
-
-
 def test_nothing_to_do_and_nothing_to_evaluate(run, tmp_path):
     with pytest.raises(SystemExit, match="nothing to do"):
         run("--task_name", "sst2", "--output_dir", tmp_path)

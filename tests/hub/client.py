@@ -138,8 +138,11 @@ def generate(source: str | Path, inputs: dict[str, list], settings: dict[str, An
     return model.generate(**{name: torch.tensor(value) for name, value in inputs.items()}, **settings).tolist()
 
 
-def train(folder: Path, output: Path, **options: Any) -> None:
-    """Train for four steps with a checkpoint in the middle, as the scripts in examples/ do."""
+def train(folder: Path, output: Path, publishes: bool = True, **options: Any) -> None:
+    """Train for four steps with a checkpoint in the middle, as the scripts in examples/ do.
+
+    If `publishes` is False, a plain `Trainer` pushes each checkpoint, but not the final model.
+    """
     from transformers import Trainer, TrainingArguments  # slow imports, which the other process does not need
 
     from luna_mega.training.publishing import check_hub, complete_card, publish
@@ -166,6 +169,8 @@ def train(folder: Path, output: Path, **options: Any) -> None:
         processing_class=AutoTokenizer.from_pretrained(folder),
     )
     trainer.train()
+    if not publishes:
+        return trainer._finish_current_push()
     trainer.evaluate()
     source = {"dataset": "nyu-mll/glue", "dataset_tags": "nyu-mll/glue", "dataset_args": "sst2"}
     complete_card(trainer, str(folder), "other:my-license", source)
@@ -210,27 +215,6 @@ def run_code(code: str) -> str:
     scope: dict[str, Any] = {}
     exec(code, scope)
     return type(scope["model"]).__module__
-
-
-def train_with_pushed_checkpoints(source: Path, output: Path, repository: str) -> None:
-    """Train for two steps with a plain `Trainer` that pushes each checkpoint, and do not push the final model."""
-    from transformers import Trainer, TrainingArguments
-
-    arguments = TrainingArguments(
-        output_dir=str(output),
-        max_steps=2,
-        save_steps=2,
-        push_to_hub=True,
-        hub_model_id=repository,
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-    data = [{"input_ids": [0, 5 + index, 2], "labels": index % 2} for index in range(8)]
-    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(source), AutoTokenizer.from_pretrained(source)
-    trainer = Trainer(model, arguments, train_dataset=data, processing_class=tokenizer)
-    trainer.train()
-    trainer._finish_current_push()
 
 
 def gradients_with_other_bundles(folders: list[Path], inputs: dict[str, list]) -> list[tuple[str, bool]]:

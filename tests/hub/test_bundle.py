@@ -99,6 +99,8 @@ def test_output_contains_only_model_files(stranger, saved, tmp_path):
     old, new = (json.loads((place / "config.json").read_text(encoding="utf-8")) for place in (folder, tmp_path / "out"))
     assert new.pop("auto_map") and new == old
     assert stranger(on_client.encode, tmp_path / "out", ["ab"], **REMOTE) == [[0, 4, 3, 2]]
+    error = stranger.error(on_client.encode, tmp_path / "out", ["ab"], trust_remote_code=False)
+    assert "trust_remote_code=True" in error
 
 
 @pytest.mark.parametrize(

@@ -181,18 +181,3 @@ def test_private_repository(hub, client, folder):
     error = client.error(on_client.outputs, REPOSITORY, SEQUENCES, INPUTS, token=False)
     assert "is not a valid model identifier" in error and "private" in error, error
     assert_close(logits(client, REPOSITORY), logits(client, folder))
-
-
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ("base_model: ../local folder", "is no repository"),
-        ("datasets: [/data/glue]", "is no repository"),
-        ("license: 2.0", "must be a string"),
-        ("model-index: [{name: x, results: [{task: {}}]}]", "model_index"),
-    ],
-)
-def test_card_rejected_by_the_hub(hub, client, metadata, message):
-    """The loopback Hub rejects invalid cards, so that the tests of cards can fail."""
-    client(on_client.create, REPOSITORY)
-    assert message in client.error(on_client.push_card, f"---\n{metadata}\n---\n\n# Small\n", REPOSITORY)

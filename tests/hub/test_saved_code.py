@@ -93,11 +93,11 @@ def test_checkpoint_pushed_during_training(hub, client, stranger, tmp_path, toke
     model = make("luna", "AutoModelForSequenceClassification")
     model.save_pretrained(tmp_path / "saved")
     tokenizer.save_pretrained(tmp_path / "saved")
-    client(on_client.train_with_pushed_checkpoints, tmp_path / "saved", tmp_path / "run", "tester/run")
+    client(on_client.train, tmp_path / "saved", tmp_path / "run", publishes=False, hub_model_id="tester/run")
     inputs = {"input_ids": torch.tensor([[0, 5, 6, 7, 2]])}
     place = "AutoModelForSequenceClassification", lists(inputs)
-    checkpoint = luna_mega.LunaForSequenceClassification.from_pretrained(tmp_path / "run" / "checkpoint-2").eval()
-    for source in ("tester/run", tmp_path / "run" / "checkpoint-2"):
+    checkpoint = luna_mega.LunaForSequenceClassification.from_pretrained(tmp_path / "run" / "checkpoint-4").eval()
+    for source in ("tester/run", tmp_path / "run" / "checkpoint-4"):
         check_outputs(stranger(on_client.outputs, source, *place, **REMOTE), checkpoint, inputs)
     assert stranger(on_client.encode, "tester/run", ["abc"]) == [[0, 4, 5, 6, 2]]
 
