@@ -182,6 +182,7 @@ UNSUPPORTED = {
     "megalodon": (["layers.0.attn.cema.alpha", "layers.0.attn.timenorm.prior_mean"], "Megalodon"),
     "roberta_base": (["decoder.sentence_encoder.layers.0.self_attn.k_proj.weight"], "not a Luna or Mega checkpoint"),
     "transformer": (["encoder.layers.0.self_attn.k_proj.weight"], "not a Luna or Mega checkpoint"),
+    "gpt": (["blocks.0.attn.qkv.weight"], "not a Luna or Mega checkpoint"),
     "flash_lra_imdb": (["encoder.encoder.layers.0.flash_layer.gamma"], "not a Luna or Mega checkpoint"),
 }
 

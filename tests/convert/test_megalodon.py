@@ -183,6 +183,7 @@ BAD = {
     "settings": (1, lambda path: edit(path, model=[]), "'model' does not contain"),
     "a type": (1, settings(chunk_size="x"), "model.chunk_size = 'x' is not an integer"),
     "extra tokens": (1, lambda path: edit(path, tokenizer={"additional_vocab_size": 5}), "no multiple of 256"),
+    "no size": (1, lambda path: edit(path, model=MODEL | {"ffn_hidden_dim": None}), "2048"),
     "a word": (1, lambda path: edit(path, tokenizer={"path": "a\x1bb"}), "tokenizer = "),
     "an unknown field": (1, settings(sliding_window=5), "sliding_window"),
 }  # fmt: skip
