@@ -6,9 +6,8 @@ import math
 import pytest
 import torch
 
-from luna_mega.kernels.api import complex_ema, complex_ema_coefficients, complex_ema_step, damped_ema
+from luna_mega.kernels.api import complex_ema, complex_ema_step, damped_ema
 from tests.kernels.averages import COMPLEX, Inputs
-from tests.kernels.errors import relative_error
 from tests.kernels.leaves import MASKS, assert_same
 
 NAMES = ("x", "input_logit", "damping_logit", "phase_logit", "projection", "skip")
@@ -48,16 +47,6 @@ def test_without_a_phase_it_is_the_damped_average():
     expected = damped_ema(x, alpha, delta, torch.ones_like(alpha), gamma[..., 0])
     actual = complex_ema(x, alpha, delta, torch.full((5,), -1e9, dtype=torch.float64), gamma)
     assert_same([actual], [expected])
-
-
-def test_coefficients_of_steps_hold():
-    inputs = Inputs(1, "complex states")
-    (x, *parameters), state = inputs.arguments(*inputs.leaves)
-    made = complex_ema_coefficients(*parameters[:4], dtype=torch.float64)
-    expected = complex_ema_step(x[:, 0], state, *parameters)
-    assert_same(complex_ema_step(x[:, 0], state, *parameters, coefficients=made), expected)
-    made = [2.0 * number for number in made]
-    assert relative_error(complex_ema_step(x[:, 0], state, *parameters, coefficients=made)[1], expected[1]) > 0.1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from luna_mega.kernels.api import diagonal_ssm, diagonal_ssm_coefficients, diagonal_ssm_step, discretize
+from luna_mega.kernels.api import diagonal_ssm, diagonal_ssm_step, discretize
 from luna_mega.kernels.moving_average import export, torch_backend
 from tests.distributed.ranks import PATIENCE
 from tests.kernels.errors import relative_error
@@ -206,16 +206,6 @@ def test_discretize_is_accurate_for_short_steps_and_computes_in_float32():
         assert phase is None and log_decay.dtype == weight.dtype == torch.float32
     with torch.autocast("cpu", torch.bfloat16):
         assert discretize(a, step)[2].dtype == torch.float32
-
-
-def test_coefficients_of_steps_are_used():
-    inputs = Inputs(1, "states")
-    x, *parameters, state = inputs.arguments(*inputs.leaves)
-    kept = diagonal_ssm_coefficients(*parameters[:3], dtype=torch.float64)
-    expected = diagonal_ssm_step(x[:, 0], state, *parameters)
-    assert_same(diagonal_ssm_step(x[:, 0], state, *parameters, coefficients=kept), expected)
-    other = diagonal_ssm_step(x[:, 0], state, *parameters, coefficients=tuple(2.0 * y for y in kept))
-    assert relative_error(other[1], expected[1]) > 0.1
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from luna_mega.kernels import api
+from luna_mega.kernels import _dispatch, api
 from tests.kernels.backends import on_triton
 from tests.kernels.calls import CALLS, Sizes, results
 from tests.marks import slow_but
@@ -72,6 +72,25 @@ def test_grids_of_many_sequences(name, triton_device):
     assert bool(launches) == (name != "diagonal_ssm_step real")  # has no kernel
     for launch in launches:
         assert max(launch.grid[1:], default=1) < 65_536, (launch.kernel.__name__, launch.grid)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("precision", _dispatch.FLOAT32_PRECISIONS)
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith(("luna", "gated"))])
+def test_float32_precision_of_kernels(name, precision, triton_device):
+    """The precision is passed to the kernels, also in a backward pass outside of the context manager."""
+    from luna_mega.kernels.common import triton_launch
+
+    call = make(name, 2, 5, 1)
+
+    def within(**leaves):
+        with api.use_float32_precision(precision):
+            return call.run(**leaves)
+
+    with triton_launch.recording(triton_launch.Target()) as launches:
+        run(call._replace(run=within), "triton", triton_device)
+    told = {launch.constants["PRECISION"] for launch in launches if "PRECISION" in launch.constants}
+    assert told == {precision}
 
 
 VIEWS = (

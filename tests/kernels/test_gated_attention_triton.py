@@ -129,19 +129,6 @@ def test_mixed_dtypes_and_wide_bias(device, function):
     assert run(inputs, function=function, backend="triton")[1].dtype == torch.float32
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_steps_are_rows_of_the_parallel_form(device, function):
-    query, key, value, bias = (x.detach() for x in make_inputs(device, 140, width=70))
-    mask = make_mask(device, 2, 140, row=False)
-    options = {"function": function, "causal": True, "backend": "triton"}
-    expected = gated_attention(query, key, value, bias, mask=mask, **options)
-    for t in (0, 20, 139):
-        past = (x[:, : t + 1] for x in (key, value))
-        step = gated_attention(query[:, t : t + 1], *past, bias, mask=mask[:, : t + 1], offset=t, **options)
-        torch.testing.assert_close(step[:, 0], expected[:, t], rtol=2e-5, atol=2e-5)
-
-
 def check_kept(inputs, kept, **options):
     """Compare results at unmasked queries, and their gradients, with the reference in float64."""
     weight = torch.randn(*kept.shape, inputs[2].shape[2], generator=torch.Generator().manual_seed(1)).to(kept.device)

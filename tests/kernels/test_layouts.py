@@ -9,8 +9,9 @@ import torch
 from luna_mega.kernels import api
 from luna_mega.kernels.luna_causal_attention import torch_backend
 from luna_mega.kernels.timestep_norm import torch_passes
-from tests.kernels.backends import SLOW_TRITON
+from tests.kernels.backends import SLOW_TRITON, TRITON
 from tests.kernels.calls import CALLS, Sizes
+from tests.kernels.errors import relative_error
 from tests.kernels.leaves import assert_same
 
 LENGTHS = 20, 3, 0, 1, 9
@@ -133,13 +134,15 @@ def test_state_after_lengths(name, backend):
     assert_same([output.detach()], [call.run(**leaves, mask=real, backend=backend)[0].detach()], 1e-11)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["reference", "torch", TRITON])
+@pytest.mark.parametrize("groups", [2, pytest.param(70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name", [name for name in CALLS if "_step" in name and "gated" not in name and "first" not in name]
 )
-def test_a_masked_step_holds_the_state(name, backend, device):
+def test_a_masked_step_holds_the_state(name, groups, backend, device):
     dtype, bound = (torch.float32, 1e-5) if backend == "triton" else (torch.float64, 1e-11)
-    call, mask = CALLS[name](SIZES), torch.tensor([True, False, True, False, False])
+    mask = torch.tensor([True, False, True, False, False])
+    call = CALLS[name](SIZES._replace(channels=2 * groups, groups=groups))
     leaves, wide = leaves_of(call, device, dtype), leaves_of(call)
     moved = {key: x[mask] if key in TOKENS | OF_SEQUENCES else x for key, x in wide.items()}
     exact = [x[~mask] for key, x in wide.items() if key in STATES]
@@ -148,7 +151,22 @@ def test_a_masked_step_holds_the_state(name, backend, device):
     held = [x.index_copy(0, torch.arange(5)[~mask], y) for x, y in zip(held, exact, strict=True)]
     actual, *states = call.run(**leaves, mask=mask.to(device), backend=backend)
     results = with_gradients([actual[mask.to(device)], *states], leaves)
-    assert_same(results, with_gradients([output, *held], wide), bound)
+    exact = with_gradients([output, *held], wide)
+    assert_same(results, exact, bound)
+    with torch.no_grad():  # Triton has kernels of steps without gradients
+        actual, *states = call.run(**leaves, mask=mask.to(device), backend=backend)
+    assert_same([x.cpu() for x in (actual[mask.to(device)], *states)], exact[: 1 + len(states)], bound)
+
+
+@pytest.mark.parametrize("op", ["damped_ema", "complex_ema", "diagonal_ssm"])
+def test_coefficients_of_steps(op):
+    leaves = CALLS[f"{op}_step"](SIZES).leaves
+    make, step = getattr(api, f"{op.removeprefix('damped_')}_coefficients"), getattr(api, f"{op}_step")
+    made = make(*(x for key, x in leaves.items() if key not in ("x", "state", "skip")), dtype=torch.float64)
+    expected = step(**leaves)
+    assert_same(step(**leaves, coefficients=made), expected)
+    other = step(**leaves, coefficients=tuple(2.0 * x for x in made))
+    assert relative_error(other[1], expected[1]) > 0.1
 
 
 def causal(query, pack_query, pack_key, context, state, **options):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from luna_mega.kernels.api import use_float32_precision
 from luna_mega.kernels.luna_attention import op, reference
 from tests.kernels.test_luna_attention import check, doubled, exact, make_inputs, run
 from tests.marks import slow_but
@@ -130,20 +129,6 @@ def test_dropout(device, dtype, tied):
     assert all(torch.equal(a, b) for a, b in zip(actual, run(attend, leaves, mask, rate), strict=True))
     torch.manual_seed(6)
     assert not torch.equal(actual[0], attend(leaves[0], leaves[1], leaves[-1], mask, rate))
-
-
-@pytest.mark.slow
-def test_float32_precision(device, launches):
-    leaves, _ = make_leaves(device, torch.float32, 4, 20, True)
-    with use_float32_precision("ieee"):
-        output = attend(leaves[0], leaves[1], leaves[1])
-    gradients = torch.autograd.grad(output.square().sum(), leaves)
-    inexact = doubled(leaves)
-    expected = exact(inexact[0], inexact[1], inexact[1])
-    check([output, *gradients], [expected, *torch.autograd.grad(expected.square().sum(), inexact)], 2e-6)
-    assert [c["PRECISION"] for *_, c in launches] == ["ieee"] * 3
-    attend(leaves[0], leaves[1], leaves[1])
-    assert launches[-1][2]["PRECISION"] == "tf32x3"
 
 
 def write_offsets(OUT, queries, heads, stride):

@@ -6,10 +6,8 @@ import math
 import pytest
 import torch
 
-from luna_mega.kernels import _dispatch
 from luna_mega.kernels.api import (
     luna_causal_attention,
-    use_float32_precision,
 )
 from luna_mega.kernels.luna_causal_attention import reference
 from tests.kernels.leaves import assert_same
@@ -145,13 +143,6 @@ def test_activations_in_both_tails(device, activation):
 
 
 @pytest.mark.slow
-def test_varlen_sequences_need_batch_size_1(device):
-    leaves = [leaf.detach() for leaf in Inputs(9).leaves]
-    with pytest.raises(ValueError, match=r"with cu_seqlens needs tokens and mask \[1, 9, ...\], got \[2, 9\]"):
-        luna_causal_attention(*leaves, cu_seqlens=torch.tensor([0, 9]))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("length, rows", [(1, 24), (40, 24), (20, 100)])
 def test_dropout(monkeypatch, device, length, rows):
     """Outputs and gradients equal those of the reference with the same dropped weights, also with two segments."""
@@ -190,30 +181,6 @@ def test_dropout(monkeypatch, device, length, rows):
         patch.setattr(torch, "dropout", lambda x, *_, **__: x * left.pop(0))
         assert_same(actual, inputs.exact(), 1e-5)
     assert not left
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", _dispatch.FLOAT32_PRECISIONS)
-@pytest.mark.parametrize("rows", [FUSED, SCANS])
-def test_float32_precision(monkeypatch, device, rows, precision):
-    """The precision is passed to the kernels, also in a backward pass outside of the context manager."""
-    from luna_mega.kernels.common import triton_launch
-
-    told, launch = set(), triton_launch.launch
-
-    def listen(*args, **constants):
-        told.add(constants.get("PRECISION", precision))
-        launch(*args, **constants)
-
-    monkeypatch.setattr(triton_launch, "launch", listen)
-    inputs = Inputs(20, heads=1, rows=rows).to(torch.float32)
-
-    def call(*leaves):
-        with use_float32_precision(precision):
-            return on(device, inputs)(*leaves)
-
-    assert_same(inputs.run(call), inputs.exact(), 1e-6 if precision == "ieee" else 1e-5)
-    assert told == {precision}
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from luna_mega.kernels.timestep_norm import torch_backend, torch_passes
 from tests.kernels.backends import SLOW_TRITON
 from tests.kernels.errors import relative_error
 from tests.kernels.leaves import MASKS, Leaves, assert_same, random_mask
-from tests.marks import slow_but
 
 KINDS = ["plain", "states"]
 FORMS = ["cache", "complete", "program"]
@@ -209,23 +208,6 @@ def test_a_million_positions():
         assert statistics.count.tolist() == [count]
         torch.testing.assert_close(statistics.mean, mean, rtol=1e-8, atol=0)
         torch.testing.assert_close(statistics.variance, variance, rtol=1e-7, atol=0)
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("groups, width", slow_but([(3, 7)], [(3, 7), (70, 2)]))
-def test_step(device, masked, groups, width):
-    """A step equals the reference, in one launch and with gradients."""
-    inputs = Inputs(1, "states", groups=groups, width=width)
-    inputs.mask = torch.tensor([[True], [False]]) if masked else None
-    exact = inputs.exact()
-    assert_same(inputs.run(device=device, backend="triton"), exact, FLOAT32)
-    moved = inputs.on(device)
-    (x, *rest), state = moved.arguments(*(leaf.detach() for leaf in moved.leaves))
-    mask = moved.mask[:, 0] if masked else None
-    y, following = timestep_norm_step(x[:, 0], state, *rest, mask=mask, backend="triton")
-    assert following.count.tolist() == [4, 1000 if masked else 1001]
-    assert_same([y[:, None].cpu(), *(t.cpu() for t in following[1:])], exact[:3], FLOAT32)
 
 
 def test_state_with_count_0_is_ignored(form):
