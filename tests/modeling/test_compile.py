@@ -1,5 +1,7 @@
 """Number of compilations: at most two for all lengths, one for batches and one for single sequences."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
@@ -12,7 +14,6 @@ MODELS = {
     "mega chunks": lambda: mega.make("ForMaskedLM", num_hidden_layers=1, **CHUNKS),
     "luna decoder": lambda: make("luna: softplus", num_hidden_layers=1).float(),
     "luna seq2seq": lambda: make("luna seq2seq: translation", num_hidden_layers=1).float(),
-    "luna": lambda: luna.make("ForMaskedLM", num_hidden_layers=1),
     "mega decoder, chunks": lambda: make("mega: laplace chunks", num_hidden_layers=1).float(),
     "megalodon": lambda: make("megalodon: heads", num_hidden_layers=1).float(),
 }
@@ -20,11 +21,10 @@ MODELS = {
 SHAPES = [(2, 17), (1, 19), (2, 16), (3, 5), (1, 3)]
 # Model and whether it is trained; one case of each kind is slow, and the others are checked every week.
 CASES = [("mega chunks", True), ("luna decoder", False)]
-OTHERS = [(name, training) for name in MODELS for training in (False, True) if (name, training) not in CASES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, training", decoders.weekly_but(CASES, CASES + OTHERS))
+@pytest.mark.parametrize("name, training", decoders.weekly_but(CASES, product(MODELS, [False, True])))
 def test_two_programs_serve_all_lengths(name, training):
     torch.compiler.reset()
     counter, model = CompileCounter(), MODELS[name]().train(training)

@@ -67,6 +67,10 @@ def test_span_labels(family):
 @pytest.mark.parametrize("head", ["ForMaskedLM", "ForTokenClassification"])
 def test_labels_of_another_shape(family, head):
     """Labels with the right number of entries in another shape raise an error, since they would be misassigned."""
+    regression, numbers = family.make("ForSequenceClassification", num_labels=1), luna.tokens([5, 4, 3])
+    assert torch.equal(*(regression(**numbers, labels=x).loss for x in (torch.ones(3), torch.ones(3, 1))))
+    with pytest.raises(ValueError, match=r"`labels` must have the shape \[3\]"):
+        regression(**numbers, labels=torch.ones(1, 3))
     model, inputs = family.make(head), luna.tokens([8, 8])
     for shape in ((8, 2), (16,), (1, 2, 8), (2, 7)):
         with pytest.raises(ValueError, match=r"`labels` must have the shape \[2, 8\]"):
@@ -106,15 +110,6 @@ def test_labels_of_sequences(case):
         for labels in WRONG[model.config.problem_type]:
             with pytest.raises(ValueError, match=r"`labels` must have the shape \[3"):
                 model(**inputs, labels=labels)
-
-
-@family
-def test_labels_of_one_number(family):
-    model, inputs = family.make("ForSequenceClassification", num_labels=1), luna.tokens([5, 4, 3])
-    losses = [model(**inputs, labels=labels).loss for labels in (torch.ones(3), torch.ones(3, 1))]
-    assert torch.equal(*losses)
-    with pytest.raises(ValueError, match=r"`labels` must have the shape \[3\]"):
-        model(**inputs, labels=torch.ones(1, 3))
 
 
 @family

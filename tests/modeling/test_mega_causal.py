@@ -5,18 +5,8 @@ import copy
 import pytest
 import torch
 
-from luna_mega import MegaCache, MegaConfig, MegaForCausalLM
+from luna_mega import MegaConfig, MegaForCausalLM
 from tests.modeling.mega_decoders import DECODER_ONLY, make
-
-
-@torch.no_grad()
-def test_cache_doubles_without_chunks():
-    model, places = make(num_hidden_layers=1), set()
-    past = MegaCache(model.config)
-    for token in torch.randint(3, 30, (200, 2, 1)):
-        model(token, cache=past)
-        places.add(past.layers[0].keys.data_ptr())
-    assert past.layers[0].keys.shape[1] < 400 and len(places) < 10
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """The relative RMS differences in docs/papers between printed formulas and the code, with initial weights."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,14 +31,6 @@ def causal_attention_of_mega(equations, X, function):
     return equations.eq_11(X(256, 64), X(256, 64), X(256, 128), no_bias, getattr(equations, function), causal=True)
 
 
-def laplace_of_mega(equations, X):
-    return causal_attention_of_mega(equations, X, "eq_16")
-
-
-def relu2_of_mega(equations, X):
-    return causal_attention_of_mega(equations, X, "relu2")
-
-
 def attention_of_luna(equations, X):
     layer, P = LunaModel(LunaConfig(**LUNA)).double().encoder.layers[0], X(16, 64)
     states = X(128, 64)
@@ -62,8 +55,18 @@ CASES = [
     (mega, average_of_mega, [(SUM, "average")], 0.95),
     (mega, average_of_mega, [(SCALE, ""), (SUM, "average")], 4.0),
     (mega, average_of_mega, [('"backward" in w', "False")], 0.52),
-    (mega, laplace_of_mega, [("visible.sum(axis=1, keepdims=True)", "len(Q)")], 0.92),
-    (mega, relu2_of_mega, [("visible.sum(axis=1, keepdims=True)", "len(Q)")], 1.0),
+    (
+        mega,
+        partial(causal_attention_of_mega, function="eq_16"),
+        [("visible.sum(axis=1, keepdims=True)", "len(Q)")],
+        0.92,
+    ),
+    (
+        mega,
+        partial(causal_attention_of_mega, function="relu2"),
+        [("visible.sum(axis=1, keepdims=True)", "len(Q)")],
+        1.0,
+    ),
     (luna, attention_of_luna, [("/ np.sqrt(q.shape[1])) @ v", "/ np.sqrt(len(X.T))) @ v")], 0.36),
     (luna, causal_attention_of_luna, [("np.log2(1 + 2**x)", "np.log(1 + np.exp(x))")], 0.24),
     (luna, causal_attention_of_luna, [("A_pack.T) / np.sqrt(q.shape[1]))", "A_pack.T))")], 0.21),
