@@ -25,11 +25,6 @@ SOME = [
 ]
 
 
-def slow_but_some(names):
-    """Return the names of decoders; those that are not in `SOME` are marked as slow."""
-    return slow_but([name for name in names if name in SOME], names)
-
-
 def a_third(values):
     """Return the values of a parameter, or tuples of several; a third of them is fast, and the others are slow."""
     values = list(values)

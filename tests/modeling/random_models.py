@@ -50,16 +50,16 @@ def make(rng, model_class, config):
 
 
 def drop(rng, mask, side):
-    """Drop positions of a mask `[B, T]` in place; `side` is "left", "right", "mixed", "gaps" or "none".
+    """Drop positions of a mask `[B, T]` in place; `side` is "left", "right", "gaps" or "none".
 
     The first row is complete unless there are gaps, and every row has at least one position.
     """
     length = mask.shape[1]
     for row in range(side != "gaps", len(mask)):
         count = rng.randrange(1, length + 1)
-        if side == "left" or (side == "mixed" and row % 2):
+        if side == "left":
             mask[row, : length - count] = 0
-        elif side in ("right", "mixed"):
+        elif side == "right":
             mask[row, count:] = 0
         elif side == "gaps":
             mask[row] &= torch.rand(length) < 0.7

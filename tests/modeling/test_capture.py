@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 
 import luna_mega
 from luna_mega.kernels import _custom_operator, _export, api
-from tests.marks import diagonal
+from tests.marks import diagonal, slow_but
 from tests.modeling import decoders
 from tests.modeling.decoders import (
     DECODER_ONLY,
@@ -18,7 +18,6 @@ from tests.modeling.decoders import (
     own_cache,
     padded,
     prompt,
-    slow_but_some,
     source,
     target,
 )
@@ -177,7 +176,7 @@ class NoEarlierNames(TorchDispatchMode):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", slow_but_some(DECODERS))
+@pytest.mark.parametrize("name", slow_but(SOME, DECODERS))
 def test_no_state_is_read_under_another_name_after_store(name):
     """`store` overwrites the tensors of a static cache, so that another name for one has the next value."""
     model, (ids, mask) = make(name), padded([7, 3], 7, "left")

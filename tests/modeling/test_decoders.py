@@ -7,6 +7,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import EncoderDecoderCache
 
 from luna_mega.modeling_common.cache import new_cache
+from tests.marks import slow_but
 from tests.modeling.decoders import (
     DECODERS,
     FAMILIES,
@@ -16,7 +17,6 @@ from tests.modeling.decoders import (
     make_plain,
     own_cache,
     padded,
-    slow_but_some,
     source,
     tables,
     target,
@@ -62,7 +62,7 @@ def test_cached_is_uncached(name, cuts, side, place, attention):
     torch.testing.assert_close(torch.cat(logits, 1)[mask.bool()], expected.logits[mask.bool()], atol=1e-9, rtol=1e-7)
 
 
-@pytest.mark.parametrize("name", slow_but_some(DECODERS))
+@pytest.mark.parametrize("name", slow_but(SOME, DECODERS))
 def test_gradients_flow_through_the_cache(name):
     """Backpropagation through segments matches the gradients of the complete sequence, including the encoder."""
     model = make(name)

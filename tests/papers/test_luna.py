@@ -129,16 +129,11 @@ def test_encoder(tied):
     assert encoder_difference({"tie_key_value": tied}) < 1e-12
 
 
+@pytest.mark.parametrize("difference", [decoder_difference, translation_difference])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("tied", TIED)
-def test_decoder(tied, activation):
-    assert decoder_difference({"tie_key_value": tied, "causal_activation": activation}) < 1e-12
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("tied", TIED)
-def test_encoder_decoder(tied, activation):
-    assert translation_difference({"tie_key_value": tied, "causal_activation": activation}) < 1e-12
+def test_decoder(tied, activation, difference):
+    assert difference({"tie_key_value": tied, "causal_activation": activation}) < 1e-12
 
 
 MUTATIONS = {
