@@ -108,6 +108,16 @@ def test_counters_may_be_absent(convert):
     assert load(convert(state)).mega.layers[0].nffn.norm.norm.num_batches_tracked == 0
 
 
+def test_dropout_of_the_head(convert):
+    """Dropout is applied before every layer of the head, with the dropout probability of the encoder."""
+    head, inputs = load(convert(mega(dropout=0.5, act_dropout=0.0))).classifier.train(), []
+    for linear in (head.dense, head.out_proj):
+        linear.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    head(torch.ones(100, 16))
+    assert set(inputs[0].unique().tolist()) == {0.0, 2.0}
+    assert all(0.4 < (states == 0).float().mean() < 0.6 for states in inputs)
+
+
 def test_nan_is_reported_and_a_placeholder_is_not(convert):
     state = mega(rotary=True)
     state["model"][f"{BODY}.layers.0.mega_layer.rel_pos_bias._float_tensor"].fill_(float("nan"))

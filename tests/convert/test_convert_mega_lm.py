@@ -15,6 +15,12 @@ TOKENS = torch.tensor([[2, 5, 16, 31, 9], [2, 7, 22, 1, 1]])
 WORDS, OUT = "decoder.embed_tokens.weight", "decoder.output_projection.weight"
 
 
+@pytest.mark.parametrize("arch", ["mega_lm", "mega_lm_big", "mega_lm_enwik8_large"])
+def test_missing_activation_dropout_is_zero(convert, arch):
+    assert load(convert(mega_lm(arch, activation_dropout=None))).config.nffn_activation_dropout_prob == 0.0
+    assert "args.activation_dropout is missing" in convert.screen
+
+
 @pytest.mark.parametrize("kind", ["tied", "untied", "adaptive", "adaptive, untied", "adaptive input"])
 def test_args_of_the_architecture(convert, kind):
     """The name of the architecture supplies all args that tensors do not determine."""

@@ -1,6 +1,7 @@
 """Recipes: every option and model field exists and is used. Scripts: every one supports --help."""
 
 import ast
+import functools
 import math
 import re
 import runpy
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    PreTrainedTokenizerFast,
     get_scheduler,
 )
 
@@ -37,6 +39,12 @@ class Parsed(NamedTuple):
     model: object
     training: object
     run: object
+
+
+@functools.cache
+def words(size: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of this number of words."""
+    return train_words([f"w{word}" for word in range(size)], 10**6)
 
 
 @pytest.fixture
@@ -124,7 +132,7 @@ def test_bf16_on_a_cpu_that_emulates_it(script, tmp_path, monkeypatch, flag):
 @pytest.mark.parametrize("path", [path for path in RECIPES if path.parent.name == "clm"], ids=lambda path: path.stem)
 def test_language_model_of_a_recipe(path, parsed, script):
     task = parsed(path)
-    tokenizer = train_words([f"w{word}" for word in range(task.model.vocab_size)], 10**6)
+    tokenizer = words(task.model.vocab_size)
     fields = script("run_clm").DECODER
     config = make_config(task.model, tokenizer, task.data.block_size, **fields)
     assert task.data.block_size % getattr(config, "attention_chunk", 1) == 0
@@ -151,8 +159,7 @@ def test_language_model_of_the_paper(
     """The recipe has the sizes and steps of Mega's Table 9, and evaluates as the original code does for Table 5."""
     path = EXAMPLES / "recipes" / "clm" / f"{name}_mega.yaml"
     task, clm = parsed(path), script("run_clm")
-    words = [f"w{word}" for word in range(task.model.vocab_size)]
-    tokenizer = make_bytes() if name == "enwik8" else train_words(words, 10**6)
+    tokenizer = make_bytes() if name == "enwik8" else words(task.model.vocab_size)
     config, training = make_config(task.model, tokenizer, task.data.block_size, **clm.DECODER), task.training
     preset = getattr(MegaConfig, f"lm_{name}")(vocab_size=config.vocab_size)
     different = {field for field, value in preset.to_dict().items() if config.to_dict()[field] != value}
