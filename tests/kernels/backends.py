@@ -8,12 +8,20 @@ TRITON = pytest.param("triton", marks=pytest.mark.triton)
 SLOW_TRITON = pytest.param("triton", marks=(pytest.mark.triton, pytest.mark.slow))
 
 
-def on_triton(*values: object, slow: bool = True) -> object:
+def on_triton(*values: object, slow: bool = True, exhaustive: bool = False) -> object:
     """Return a test case whose first value is the backend "triton" and whose other values are `values`."""
-    return pytest.param("triton", *values, marks=(pytest.mark.triton, *([pytest.mark.slow] if slow else [])))
+    marks = [
+        pytest.mark.triton,
+        *([pytest.mark.slow] if slow else []),
+        *([pytest.mark.exhaustive] if exhaustive else []),
+    ]
+    return pytest.param("triton", *values, marks=marks)
 
 
-def graded(fast: Iterable[str], slow: Iterable[str], names: Iterable[str]) -> list:
-    """Return test cases of which some are fast, some are slow and the others are exhaustive."""
-    marks = {name: () if name in fast else (pytest.mark.slow,) for name in (*fast, *slow)}
-    return [pytest.param(name, marks=marks.get(name, (pytest.mark.slow, pytest.mark.exhaustive))) for name in names]
+def graded(fast: Iterable, slow: Iterable, values: Iterable) -> list:
+    """Return values, or tuples of several, of which some are fast, some are slow and the others are exhaustive."""
+    fast, slow, cases = list(fast), list(slow), []
+    for value in values:
+        marks = [] if value in fast else [pytest.mark.slow, *([] if value in slow else [pytest.mark.exhaustive])]
+        cases.append(pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks))
+    return cases

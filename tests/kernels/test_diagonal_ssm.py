@@ -10,9 +10,9 @@ import torch
 from luna_mega.kernels.api import diagonal_ssm, diagonal_ssm_step, discretize
 from luna_mega.kernels.moving_average import export, torch_backend
 from tests.distributed.ranks import PATIENCE
+from tests.kernels.backends import graded
 from tests.kernels.errors import relative_error
 from tests.kernels.leaves import MASKS, Leaves, assert_same, random_mask
-from tests.marks import slow_but
 
 KINDS = ["causal", "states", "bidirectional"]
 FLOAT32 = 5e-6
@@ -127,7 +127,7 @@ def test_outputs_states_and_gradients(options, length, states, masking, turning,
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
 @pytest.mark.parametrize("masking", MASKS)
-@pytest.mark.parametrize("length, states", slow_but([(1, 1), (9, 3)], [(1, 1), (9, 3), (9, 16), (19, 2)]))
+@pytest.mark.parametrize("length, states", graded([(1, 1), (9, 3)], [], [(1, 1), (9, 3), (9, 16), (19, 2)]))
 def test_triton(device, length, states, masking, turning, kind):
     inputs = Inputs(length, kind, turning, masking, states, skip=masking != "some").to(torch.float32)
     inputs.pairs = length % 2 == 0

@@ -9,8 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from luna_mega.kernels import _export, api
+from tests.kernels.backends import graded
 from tests.kernels.calls import CALLS as TABLE, GPU_CALLS, Sizes
-from tests.marks import diagonal, slow_but
+from tests.marks import diagonal
 
 STEP = 1e-6
 # More positions than those that causal Luna attention computes without an operator.
@@ -182,7 +183,7 @@ WAYS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_but(FAST, CALLS))
+@pytest.mark.parametrize("name", graded(FAST, [], CALLS))
 def test_every_way(name):
     case = Case(name)
     for way, compute in WAYS.items():
@@ -194,7 +195,7 @@ def test_every_way(name):
 
 @pytest.mark.parametrize(
     "name",
-    slow_but([NAMES[3], "timestep_norm masked, stateful", "luna_pack masked", "damped_ema masked, stateful"], CALLS),
+    graded([NAMES[3], "timestep_norm masked, stateful", "luna_pack masked", "damped_ema masked, stateful"], [], CALLS),
 )
 def test_without_private_names(name, monkeypatch):
     """Without the private names of PyTorch that find transforms, no way has a wrong result."""
@@ -227,7 +228,7 @@ def shapes(name, leaves):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("name", slow_but(FAST, CALLS))
+@pytest.mark.parametrize("name", graded(FAST, [], CALLS))
 def test_without_values(name, dtype):
     """Under `FakeTensorMode` and for meta tensors, the results have their shapes and dtypes."""
     leaves = [x.to(dtype) for x in CALLS[name][1]]
@@ -242,7 +243,7 @@ PAIRS = diagonal(TRITON, ("second", "second of each", "second backward"))
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize(("name", "way"), slow_but(PAIRS[3:6], PAIRS))
+@pytest.mark.parametrize(("name", "way"), graded(PAIRS[3:6], PAIRS[::4], PAIRS))
 def test_second_derivatives_of_triton(name, way, triton_device):
     case = Case(name)
     function, leaves = scalar(name, backend="triton"), case.leaves

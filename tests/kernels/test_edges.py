@@ -20,7 +20,8 @@ SOME = [name for name in NAMES if f"{name.removesuffix(' masked').removesuffix('
 def cases():
     for name, edge in itertools.product(NAMES, EDGES):
         yield "torch", name, edge
-        yield on_triton(name, edge, slow=edge == "one" or name in SOME)
+        repeated = edge == "one" or name in SOME
+        yield on_triton(name, edge, slow=repeated, exhaustive=repeated)
 
 
 def make(name, batch, length, heads):

@@ -7,7 +7,7 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from luna_mega.kernels import api
-from tests.kernels.backends import SLOW_TRITON, TRITON, graded
+from tests.kernels.backends import TRITON, graded, on_triton
 from tests.kernels.calls import CALLS, Sizes
 from tests.kernels.leaves import assert_same
 from tests.kernels.operators import OperatorCalls
@@ -86,7 +86,7 @@ def registered(backend):
 def test_opcheck(triton_device, backend):
     """PyTorch's checks of custom operators pass for all operators, with the arguments of the calls above."""
     seen = set()
-    for name in NAMES:
+    for name in (*MAIN, "luna_pack masked"):
         run, leaves = views(name, backend, triton_device)
         with OperatorCalls() as mode:
             train(run, leaves)
@@ -108,7 +108,7 @@ def test_opcheck(triton_device, backend):
     assert seen == registered(backend)
 
 
-@pytest.mark.parametrize("backend", ["torch", SLOW_TRITON])
+@pytest.mark.parametrize("backend", ["torch", on_triton(exhaustive=True)])  # `test_gpu.py` compiles the kernels too
 @pytest.mark.parametrize("name", graded([], MAIN, NAMES))
 def test_compile_fullgraph(triton_device, name, backend):
     """Programs have the results and gradients of eager calls, also one program for several lengths."""

@@ -26,7 +26,14 @@ def test_the_default_backend_is_triton(op):
     assert "'triton'" in api.explain(op, device=gpu.DEVICE)
 
 
-@pytest.mark.parametrize("check, name", list(gpu.checks()), ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    "check, name",
+    [
+        pytest.param(check, name, marks=[] if gpu.GPU or name in gpu.ONE else pytest.mark.exhaustive)
+        for check, name in gpu.checks()
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_check(check, name):
     check(name)
 

@@ -10,9 +10,9 @@ from luna_mega.kernels.api import (
     luna_causal_attention,
 )
 from luna_mega.kernels.luna_causal_attention import reference
+from tests.kernels.backends import graded
 from tests.kernels.leaves import assert_same
 from tests.kernels.test_luna_causal_attention import FUSED, SCANS, Inputs, small_tiles  # noqa: F401, a fixture
-from tests.marks import slow_but
 
 pytestmark = pytest.mark.triton
 
@@ -62,7 +62,7 @@ FORWARD = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "length, masking, stateful, pack_masked, sizes",
-    slow_but(FORWARD[:4], FORWARD),
+    graded(FORWARD[:4], FORWARD[-2:], FORWARD),
 )
 def test_forward_and_gradients(device, length, masking, stateful, pack_masked, sizes, dtype):
     """Output, both means and all gradients equal the reference."""
