@@ -9,7 +9,7 @@ import torch
 from luna_mega.hub.samples import borders, make_inputs
 
 from . import classes, luna, mega, megalodon_decoders
-from .decoders import a_third, make, with_each
+from .decoders import a_third, make, weekly_but
 
 COMPILER = next(filter(shutil.which, ("g++", "c++", "clang++")), None)
 QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # C++ compilation dominates the run time
@@ -78,13 +78,25 @@ def check(way, name, lengths, attention=None):
 
 
 LENGTHS = {"short": lambda last: [3, 2], "long": lambda last: [last + 2, 2]}
-WAYS = {"exported": (export, None), "compiled": (compiled, None), "exported, eager attention": (export, "eager")}
+WAYS = {"exported": export, "compiled": compiled}
+# One case for each model, a third of which is slow; the others are checked every week.
+ONE_EACH = [(name, [*LENGTHS][i % 2], [*WAYS][i // 2 % 2]) for i, name in enumerate(MODELS)]
 
 
-@pytest.mark.parametrize("name, lengths, way", with_each(MODELS, LENGTHS, WAYS, slow=0, fast=["luna decoder"]))
+def test_an_exported_program():
+    check(export, "luna decoder", LENGTHS["short"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, lengths, way", weekly_but(ONE_EACH[::3], ONE_EACH))
 def test_programs(name, lengths, way):
-    way, attention = WAYS[way]
-    check(way, name, LENGTHS[lengths], attention)
+    check(WAYS[way], name, LENGTHS[lengths])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "lengths"), [("luna, fixed P", "short"), ("mega", "long")])
+def test_exported_programs_with_eager_attention(name, lengths):
+    check(export, name, LENGTHS[lengths], "eager")
 
 
 @pytest.mark.slow
