@@ -1,4 +1,4 @@
-"""Random cases for property tests: blocks of seeds, of which the first are fast and the others slow."""
+"""Random cases for property tests: blocks of seeds, of which the first are fast, some slow, the others exhaustive."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 BLOCK = 25  # cases in a test
-FAST, ALL = 100, 1000
 
 
-def in_blocks(fast: int = FAST, total: int = ALL) -> pytest.MarkDecorator:
-    """Return the parametrization of a test by `first`, the first seed of a block."""
-    slow = (pytest.param(first, marks=pytest.mark.slow) for first in range(fast, total, BLOCK))
-    return pytest.mark.parametrize("first", [*range(0, fast, BLOCK), *slow])
+def in_blocks(fast: int, slow: int, total: int = 1000) -> pytest.MarkDecorator:
+    """Return the parametrization of a test by `first`, the first seed of a block; blocks from `slow` on are exhaustive."""
+    marks = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.exhaustive]
+    others = (pytest.param(first, marks=marks[first >= slow]) for first in range(fast, total, BLOCK))
+    return pytest.mark.parametrize("first", [*range(0, fast, BLOCK), *others])
 
 
 def run_block(check: Callable[[int], None], first: int, count: int = BLOCK) -> None:

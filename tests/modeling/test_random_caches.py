@@ -156,6 +156,6 @@ def check(seed):
         assert all(torch.equal(found[0], text) for text in found)
 
 
-@in_blocks(fast=25, total=150)
+@in_blocks(fast=25, slow=150)
 def test_one_result(first):
     run_block(check, first)

@@ -48,6 +48,6 @@ def check(monkeypatch):
     return check
 
 
-@in_blocks(fast=25, total=200)
+@in_blocks(fast=25, slow=200)
 def test_one_result(first, check):
     run_block(check, first)
