@@ -10,7 +10,7 @@ BLOCK = 25  # cases in a test
 
 
 def in_blocks(fast: int, slow: int, total: int = 1000) -> pytest.MarkDecorator:
-    """Return the parametrization of a test by `first`, the first seed of a block; blocks from `slow` on are exhaustive."""
+    """Return the parametrization of a test by `first`, the first seed of a block; from `slow` on, it is exhaustive."""
     marks = [pytest.mark.slow], [pytest.mark.slow, pytest.mark.exhaustive]
     others = (pytest.param(first, marks=marks[first >= slow]) for first in range(fast, total, BLOCK))
     return pytest.mark.parametrize("first", [*range(0, fast, BLOCK), *others])
