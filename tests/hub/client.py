@@ -38,9 +38,7 @@ class Client:
             "HF_TOKEN": TOKEN,
             "NO_PROXY": "127.0.0.1",
         }
-        # A process that has imported this module, and thus transformers, is forked for each client.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__, "transformers.models.auto.modeling_auto"])
+        context = multiprocessing.get_context("spawn")
         self.pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=[package])
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -27,7 +27,7 @@ MODELS = {
        for family, name in (("luna", "translation"), ("mega", "softmax"))},
     **{f"bare decoder of {family}": lambda family=family: bare(family) for family in ("luna", "mega")},
 }  # fmt: skip
-FAST = ["luna Model", "luna ForMultipleChoice", "luna ForSequencePairClassification", "mega ForMaskedLM", "candidates"]
+FAST = ["luna Model", "luna ForMultipleChoice", "luna ForSequencePairClassification", "mega ForMaskedLM"]
 FAST += ["values", "without the first token", "images", "mega decoder", "luna seq2seq", "bare decoder of luna"]
 FAST += ["megalodon windows"]
 # Not sample inputs: arguments that replace other arguments, computed values, labels, and options.
