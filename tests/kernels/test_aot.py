@@ -105,6 +105,15 @@ def test_the_known_fault_with_each_compiler(version):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("op", aot_calls.CALLS)
+def test_machine_code_of_the_newest_triton(op, tmp_path):
+    """The default configurations for sm_90 are compiled correctly; `test_budgets` checks the installed version."""
+    command = [HERE / "aot.py", op, "--arch", "90", "--json", tmp_path / "report.json"]
+    run_script(*command, version=tritons.NEWEST)
+    check_machine_code(json.loads((tmp_path / "report.json").read_text(encoding="utf-8")), tritons.NEWEST)
+
+
+@pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("op", aot_calls.CALLS)
 @pytest.mark.parametrize("version", [*tritons.OLDER, tritons.NEWEST])
@@ -133,7 +142,7 @@ def test_default_configurations_fit_small_devices(op, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("archs", [(90,), pytest.param((80, 89, 120), marks=pytest.mark.exhaustive)], ids=str)
+@pytest.mark.parametrize("archs", [(80, 90), pytest.param((89, 120), marks=pytest.mark.exhaustive)], ids=str)
 @pytest.mark.parametrize("op", aot_calls.CALLS)
 def test_budgets(op, archs, tmp_path):
     run_script(HERE / "aot.py", op, *(f"--arch={arch}" for arch in archs), "--json", tmp_path / "report.json")
