@@ -229,6 +229,9 @@ def make_model(model_class: type, model: CheckpointArguments, config: PreTrained
         network = model_class.from_pretrained(
             model.model_name_or_path, config=config, ignore_mismatched_sizes=model.ignore_mismatched_sizes
         )
+    # Tensors of a file may be at addresses that are no multiples of 64 bytes, where sums round differently.
+    for tensor in (*network.parameters(), *network.buffers()):
+        tensor.data = tensor.data.clone()
     own = label_names(model) if model.ignore_mismatched_sizes else []
     if not are_default(own) and config.num_labels > 1 and set(own) != set(config.id2label.values()):
         # transformers only replaces an output layer of another size.

@@ -56,6 +56,8 @@ CASES: dict[str, list] = {
     "mlm": [*MLM, "--short_seq_prob", 0.3],
     "mlm, by length": [*MLM, "--short_seq_prob", 0.9, "--train_sampling_strategy", "group_by_length",
                        "--per_device_train_batch_size", 32],
+    "mlm, small batches": [*MLM, "--short_seq_prob", 0.9, "--train_sampling_strategy", "group_by_length",
+                           "--per_device_train_batch_size", 4],
     "mlm, mega": [*MLM, "--model_type", "mega", "--config_overrides", MEGA, *EVALUATED],
     "mlm, streaming": [*MLM, "--streaming", "true", "--shuffle_buffer", 3],
     "clm": [*CLM, "--config_overrides", CHUNKS, "--validation_share", 0.2, *EVALUATED],
