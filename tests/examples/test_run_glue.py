@@ -186,3 +186,13 @@ def test_hidden_tokens(script):
     assert hide_tokens(plain, tokenizer, 0.0, 0) is plain
     with pytest.raises(SystemExit, match="token_dropout 1.0"):
         hide_tokens(plain, tokenizer, 1.0, 0)
+
+
+@pytest.mark.parametrize(
+    "text, message", [("learning_rat: 1", "unknown option learning_rat"), ("- 1", "option: value"), ("a: [", "recipe")]
+)
+def test_wrong_recipes(text, message, run, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(text, encoding="utf-8")
+    with pytest.raises(SystemExit, match=message):
+        run("--recipe", recipe)
