@@ -19,7 +19,7 @@ def demo(script, monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_step_in_the_folder_of_an_earlier_run(demo, tmp_path, capsys):
+def test_every_step_in_the_folder_of_an_earlier_run(demo, with_code, tmp_path, capsys):
     torch.set_num_threads(2)
     (tmp_path / "models" / "converted" / "old").mkdir(parents=True)
     results = demo.main(["--epochs=1", "--output_dir", str(tmp_path)])
