@@ -62,7 +62,7 @@ def random_model(rng):
 
 
 class Texts:
-    """Random texts, padded on the left and with gaps in the prompt, their sources, and the logits of each text alone."""
+    """Random texts, padded on the left and with gaps in the prompt; their sources, and the logits of each text."""
 
     def __init__(self, rng, model):
         self.rng, self.model, self.total = rng, model, rng.choice((3, 6, 12, 20, 33))
