@@ -10,8 +10,10 @@ from luna_mega_cli.script_options import check_names
 
 check_names(__name__)  # before the imports, which take seconds
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -153,8 +155,17 @@ def check_options(split: Dataset, name: str, task: ChoiceTask) -> None:
             )
 
 
+def choose_rows(groups: list[tuple], limit: int) -> list[int]:
+    """Return the first rows of each group in turn, `limit` in all, in the order of the split."""
+    rows = {group: [] for group in groups}
+    for row, group in enumerate(groups):
+        rows[group].append(row)
+    turns = [row for turn in zip_longest(*rows.values()) for row in turn if row is not None]
+    return sorted(turns[:limit])
+
+
 def load_split(name: str, task: ChoiceTask, data: DataArguments, limit: int | None) -> Dataset:
-    """Load a split, and concatenate it if there are several folders."""
+    """Load a split, and concatenate it if there are several folders; `limit` keeps rows of each folder and level."""
     columns = [task.name, *task.texts, task.options, task.answer]
     parts = []
     for path in data.dataset_path or [None]:
@@ -163,7 +174,10 @@ def load_split(name: str, task: ChoiceTask, data: DataArguments, limit: int | No
     features = parts[0].features
     with lib.one_line(f"split {name} of the folders has different columns"):
         split = concatenate_datasets([part if part.features == features else part.cast(features) for part in parts])
-    split = split if limit is None else split.take(limit)
+    if limit is not None:
+        folders = [index for index, part in enumerate(parts) for _ in range(len(part))]
+        levels = [next(filter(str(row).startswith, task.levels), None) for row in split[task.name]]
+        split = split.select(choose_rows(list(zip(folders, levels, strict=True)), limit))
     lib.check_split(split, name, (task.name, *task.texts))
     check_options(split, name, task)
     return split
@@ -190,11 +204,22 @@ def encode_split(
     def encode(batch: Batch) -> Batch:
         options = task.encode(batch, tokenizer, *lengths)
         inputs = [options[start : start + size] for start in range(0, len(options), size)]
-        return {"input_ids": inputs, "length": [max(map(len, options)) for options in inputs]}
+        lost = [len(set(map(tuple, options))) < size for options in inputs]
+        for row in [row for row, equal in enumerate(lost) if equal]:
+            entire = task.encode(
+                {column: [batch[column][row]] for column in batch}, tokenizer, sys.maxsize, sys.maxsize
+            )
+            lost[row] = len(set(map(tuple, inputs[row]))) < len(set(map(tuple, entire)))
+        return {"input_ids": inputs, "length": [max(map(len, options)) for options in inputs], "lost": lost}
 
     unused = [*task.texts, task.options, task.answer]
     encoded = split.map(encode, batched=True, remove_columns=unused, keep_in_memory=in_memory, desc=name)
-    return encoded.add_column("labels", labels)
+    if lost := sum(encoded["lost"]):
+        lib.say(
+            f"split {name}: truncation makes options equal in {lost} of {len(split)} questions; "
+            f"raise --max_option_length {data.max_option_length} or --max_seq_length {data.max_seq_length}"
+        )
+    return encoded.remove_columns("lost").add_column("labels", labels)
 
 
 def make_metrics(split: Dataset, task: ChoiceTask) -> Callable[[EvalPrediction], dict[str, float]]:

@@ -35,7 +35,9 @@ class CheckpointArguments:
 
     model_name_or_path: str | None = HfArg(default=None, help="folder or Hub name; default: train from scratch")
     model_type: str = HfArg(default="luna", help="type of a new model: luna, mega, roberta, bart, ...")
-    config_overrides: str = HfArg(default="", help="configuration fields: hidden_size=128,pooling=mean")
+    config_overrides: str = HfArg(
+        default="", help="configuration fields: hidden_size=128,pooling=mean; luna.hidden_size=128 for a new luna only"
+    )
     ignore_mismatched_sizes: bool = HfArg(default=False, help="replace heads of another size or with other labels")
     license: str | None = HfArg(default=None, help="license of the weights in the model card: apache-2.0")
 
@@ -115,8 +117,7 @@ def make_config(
                 values["vocab_size"] = largest_id(tokenizer) + 1
                 values |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
                 values["max_position_embeddings"] += first_position(config.model_type, tokenizer.pad_token_id)
-        if unknown := [name for name in overrides if not hasattr(config, name)]:
-            fail(f"--config_overrides: {config.model_type} has no field {', '.join(unknown)}")
+        overrides = _matching(overrides, config, model)
         values = {name: value for name, value in values.items() if hasattr(config, name)}
         # A field can have two names, such as max_position_embeddings and Mega's max_positions; the last value is used.
         pairs = [*loaded.items(), *values.items(), *overrides.items()]
@@ -141,6 +142,20 @@ def make_config(
         tokenizer.model_max_length = int(min(longest, longest_input(config)))
         fit_types(tokenizer, config)
     return config
+
+
+def _matching(overrides: dict[str, Any], config: PreTrainedConfig, model: CheckpointArguments) -> dict[str, Any]:
+    """Return the overrides without those of new models of other types; exit if one is not a field."""
+    chosen = {}
+    for name, value in overrides.items():
+        kind, _, field = name.rpartition(".")
+        if kind and kind not in CONFIG_MAPPING:
+            fail(f"--config_overrides {name}: there is no model type {kind}; use luna.FIELD, mega.FIELD or FIELD")
+        if not hasattr(AutoConfig.for_model(kind) if kind else config, field):
+            fail(f"--config_overrides: {kind or config.model_type} has no field {field}")
+        if not kind or (kind == config.model_type and not model.model_name_or_path):
+            chosen[field] = value
+    return chosen
 
 
 def count_types(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -225,7 +240,7 @@ def make_model(model_class: type, model: CheckpointArguments, config: PreTrained
             if "Unrecognized configuration class" not in str(error):  # which lists all supported classes
                 raise
             fail(f"--model_type {config.model_type} is not supported: transformers has no {model_class.__name__} of it")
-    with one_line(f"--model_name_or_path {model.model_name_or_path}"):
+    with one_line(f"--model_name_or_path {model.model_name_or_path}", RuntimeError):
         network = model_class.from_pretrained(
             model.model_name_or_path, config=config, ignore_mismatched_sizes=model.ignore_mismatched_sizes
         )

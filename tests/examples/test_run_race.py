@@ -6,12 +6,14 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from transformers import AutoModelForMultipleChoice, AutoTokenizer
+from transformers import AutoConfig, AutoModelForMultipleChoice, AutoTokenizer
 
+from luna_mega.training.models import make_config
 from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
 from tests.examples.runs import assert_complete, assert_error, write, write_splits
 
+RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 RUN = ["run_race", "--max_seq_length", 48]
 TINY = f"{runs.TINY},dropout=0.0"
 WORDS = ["red", "blue", "green", "black", "white", "brown", "gray", "pink"]
@@ -108,6 +110,69 @@ def test_race_truncation(script, tokenizer):
     red, blue = (tokenizer.encode(color, add_special_tokens=False)[0] for color in ("red", "blue"))
     for option in encode(script, tokenizer, [row], "race")[0]:
         assert option == [BOS, *[red] * 127, EOS, *[blue] * 383]  # truncation drops the </s> of both texts
+
+
+def test_options_that_truncation_makes_equal(script, tokenizer, capsys):
+    """They are counted in one line; options that are equal in the data are not."""
+    rows = race_rows(6, seed=0)
+    for row in rows:
+        row["question"] = "red blue green black"
+    rows[1]["options"] = ["red"] * 4
+    rows[2] |= {"question": "_", "options": ["red", "blue", "green", "black"]}
+    encode(script, tokenizer, rows, "race")
+    assert capsys.readouterr().out == ""
+    encode(script, tokenizer, rows, "race", max_option_length=5)
+    line = "split train: truncation makes options equal in 4 of 6 questions; "
+    assert capsys.readouterr().out == f"{line}raise --max_option_length 5 or --max_seq_length 512\n"
+
+
+@pytest.mark.parametrize("limit, middle, high", [(2, 1, 1), (7, 4, 3), (20, 15, 5), (100, 24, 5)])
+@pytest.mark.parametrize("folders", [1, 2])
+def test_limited_rows_of_each_level(folders, limit, middle, high, script, tmp_path):
+    levels = race_rows(24, seed=0), race_rows(5, seed=1, level="high")
+    parts = levels if folders == 2 else [levels[0] + levels[1]]
+    data = script("run_race").DataArguments(
+        dataset_path=[str(write(rows, tmp_path / f"{part}" / "test.jsonl")) for part, rows in enumerate(parts)]
+    )
+    split = script("run_race").load_split("test", script("run_race").TASKS["race"], data, limit)
+    names = [row["example_id"] for level, count in zip(levels, (middle, high), strict=True) for row in level[:count]]
+    assert split["example_id"][:] == names
+
+
+@pytest.mark.parametrize("pretrained", [False, True])
+@pytest.mark.parametrize("family", ["luna", "mega"])
+@pytest.mark.parametrize("task", ["race", "csqa"])
+def test_small_recipes_fit_both_families(task, family, pretrained, script, tokenizer, tmp_path):
+    options = [
+        "--recipe",
+        str(RECIPES / task / f"{task}_small.yaml"),
+        "--output_dir",
+        str(tmp_path / "out"),
+        "--use_cpu",
+    ]
+    fields = {"hidden_size": 128, "num_hidden_layers": 2, "dropout": 0.1, "attention_dropout": 0.1, "pooling": "mean"}
+    if pretrained:
+        sizes = {"hidden_size": 24, "num_hidden_layers": 1}
+        saved = AutoConfig.for_model(family, vocab_size=400, max_position_embeddings=300, **sizes)
+        saved.save_pretrained(tmp_path / "model")
+        fields |= sizes
+    options += ["--model_name_or_path", str(tmp_path / "model")] if pretrained else ["--model_type", family]
+    data, model, _, _ = script("run_race").parse(options)
+    config = make_config(model, tokenizer, data.max_seq_length)
+    assert {name: getattr(config, name) for name in fields} == fields and config.model_type == family
+    with torch.device("meta"):
+        AutoModelForMultipleChoice.from_config(config)
+
+
+@pytest.mark.parametrize(
+    "overrides, message",
+    [
+        ("mega.projection_length=16", "mega has no field projection_length"),
+        ("lunar.hidden_size=16", "there is no model type lunar; use luna.FIELD, mega.FIELD or FIELD"),
+    ],
+)
+def test_overrides_of_another_type(overrides, message, run, race, tmp_path):
+    assert_error(run, message, *scratch(race, tmp_path / "out"), "--config_overrides", overrides)
 
 
 def test_csqa_inputs_equal_fairseq(script, tokenizer):
