@@ -1,5 +1,6 @@
 """Register formats, and detect the format of a file."""
 
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -78,6 +79,24 @@ def open_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
 def detect(checkpoint: Checkpoint) -> tuple[Format, str, Checkpoint, list[str]]:
     """Return the format of a file, the revision of its code, the file with renamed tensors, and notes on the names."""
     tensors, arch = checkpoint.tensors, str(checkpoint.args.get("arch"))
+    if found := _recognize(checkpoint):
+        return found
+    if checkpoint.missing_args is not None:
+        raise ConversionError(checkpoint.missing_args)
+    shared = os.path.commonprefix(list(tensors))
+    for prefix in (shared[: match.end()] for match in re.finditer(r"\.", shared)):
+        inner = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        if _recognize(replace(checkpoint, tensors=inner)):
+            raise ConversionError(
+                f"{checkpoint.path}: all names start with {shown(prefix)}, which the original code does not add; save the "
+                "state dict of the model inside, or remove the prefix"
+            )
+    raise ConversionError(f"{checkpoint.path}: {_reason(tensors, shown(arch), _is_foreign(tensors))}")
+
+
+def _recognize(checkpoint: Checkpoint) -> tuple[Format, str, Checkpoint, list[str]] | None:
+    """Return what `detect` returns, None if no format matches."""
+    tensors = checkpoint.tensors
     foreign = _is_foreign(tensors)
     for fmt in registered_formats():
         ours, notes = rename_tensors(fmt, tensors)
@@ -88,9 +107,7 @@ def detect(checkpoint: Checkpoint) -> tuple[Format, str, Checkpoint, list[str]]:
         revision = fmt.recognize(file)
         if revision is not None and (checkpoint.missing_args is None or not fmt.facts.container.needs_args):
             return fmt, revision, file, notes
-    if checkpoint.missing_args is not None:
-        raise ConversionError(checkpoint.missing_args)
-    raise ConversionError(f"{checkpoint.path}: {_reason(tensors, shown(arch), foreign)}")
+    return None
 
 
 def _is_foreign(tensors: dict) -> bool:

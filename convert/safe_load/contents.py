@@ -166,6 +166,24 @@ def _values(container: Any) -> Iterator[Any]:
             waiting += value.values() if isinstance(value, Mapping) else value
 
 
+def other_weights(state: dict) -> list[str]:
+    """Return a warning for each container outside of `model` whose tensors have the names of the model's tensors."""
+    names, found, seen, waiting = set(state["model"]), [], {id(state["model"])}, [("", state)]
+    while waiting:
+        place, value = waiting.pop()
+        if not isinstance(value, Mapping) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        tensors = {str(key).removeprefix("module.") for key, part in value.items() if is_dense(part)}
+        if shared := len(names & tensors):
+            found.append(
+                f"field {shown(place)} has other values of {shared} of the {len(names)} tensors, such as averaged "
+                "weights, which are not converted; to convert them, save a file with them as the field 'model'"
+            )
+        waiting += [(f"{place}.{key}" if place else str(key), part) for key, part in value.items()]
+    return found
+
+
 def plain_args(namespace: argparse.Namespace) -> dict[str, Any]:
     """Return the args as a dict of plain values; raise an error if there are more values than in any model."""
     count = 0

@@ -8,6 +8,7 @@ import argparse
 import hashlib
 import pickle
 import re
+import tarfile
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -37,7 +38,18 @@ _NO_CRC = (
     "its zip entries have no CRC-32 (torch.serialization.set_crc32_options(False) writes such a file): " + _UNCHECKED
 )
 # Prefix of the names in a state dict -> the wrapper that adds it, and its attribute with the model.
-_WRAPPERS = {"module.": ("DistributedDataParallel", "module"), "_orig_mod.": ("torch.compile", "_orig_mod")}
+_WRAPPERS = {
+    "module.": ("DistributedDataParallel", "module"),
+    "_orig_mod.": ("torch.compile", "_orig_mod"),
+    "model.": ("Lightning and other wrappers", "model"),
+}
+# First bytes of an archive -> its kind, and the command that extracts it.
+_ARCHIVES = {
+    b"\x1f\x8b": ("gzip", "tar -xzf, or gunzip"),
+    b"BZh": ("bzip2", "tar -xjf, or bunzip2"),
+    b"\xfd7zXZ\x00": ("xz", "tar -xJf, or unxz"),
+    b"\x28\xb5\x2f\xfd": ("zstd", "tar --zstd -xf, or unzstd"),
+}
 
 
 @dataclass(frozen=True)
@@ -100,6 +112,7 @@ def read_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
         if file.unchecked:
             contents.check_storages(state)
     missing_args = missing[0] if missing else None
+    file = replace(file, warnings=(*file.warnings, *contents.other_weights(state)))
     return replace(file, args=args, tensors=tensors, num_updates=_num_updates(state), missing_args=missing_args)
 
 
@@ -139,12 +152,17 @@ def _serialization(path: Path) -> str:
         start = file.read(16)
     if not start:
         raise ConversionError(f"{path}: the file is empty; copy or download it again")
+    for magic, (kind, command) in _ARCHIVES.items():
+        if start.startswith(magic):
+            raise ConversionError(f"{path}: a {kind} archive; extract it ({command}), and pass the checkpoint in it")
     if start.startswith(b"PK\x03\x04"):
         return "zip"
     if start[8:10] == b'{"':  # checked first: the length at the start of a safetensors file can be 0x80
         raise ConversionError(f"{path}: a safetensors file, which has no fairseq 'args'; pass the .pt file")
     if start.startswith(b"\x80"):
         return "legacy"
+    if tarfile.is_tarfile(path):
+        raise ConversionError(f"{path}: a tar archive; extract it (tar -xf), and pass the checkpoint in it")
     raise ConversionError(f"{path}: not a checkpoint (neither of torch's formats); pass the file that fairseq saved")
 
 
@@ -176,6 +194,8 @@ def _check_entries(path: Path, file: BinaryIO) -> tuple[list[tuple[str, int]], b
         raise _damaged(path, "the zip directory at its end is missing")
     entries, end = [], 0
     with zipfile.ZipFile(file) as archive:
+        if not any(name.lower().endswith("data.pkl") for name in archive.namelist()):
+            raise ConversionError(f"{path}: a zip archive; extract it (unzip), and pass the checkpoint in it")
         infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
         # The CRC-32 of a single entry can be 0; without CRCs, torch.save writes 0 for all.
         with_crc = any(info.CRC for info in infos)

@@ -245,7 +245,9 @@ CASES = [
     *(("nothing", lambda x, keys=keys: x.update(dict.fromkeys(keys, torch.zeros(2))), {"arch": arch}, {},
        [named, f"'{arch}'"]) for arch, (keys, named) in UNSUPPORTED.items()),
     *(("luna_bert", prefixed(x), {}, {}, [f"all names start with '{x}'", f"save model.{x}state_dict()"])
-      for x in ("module.", "_orig_mod.")),
+      for x in ("module.", "_orig_mod.", "model.")),
+    *((kind, prefixed(x), {}, {}, [f"all names start with '{x}'", "remove the prefix"])
+      for kind, x in (("luna_bert", "net."), ("mega_lm, adaptive", "a.b."), ("mega_lra, prenorm", "encoders.x."))),
     ("mega_lra, prenorm", without(f"{BODY}.final_norm."), {}, {}, ["missing"]),
     ("mega_lra, prenorm", without(f"{BODY}.layers.0."), {}, {}, ["layers"]),
     ("mega_lra, prenorm", without(f"{MEGA}.norm."), {}, {}, ["incomplete"]),

@@ -2,7 +2,9 @@
 
 import collections
 import hashlib
+import io
 import random
+import tarfile
 import zipfile
 
 import pytest
@@ -35,6 +37,26 @@ def without_a_crc(content):
     return content[:place] + bytes(4) + content[place + 4 :]
 
 
+def packed(mode):
+    """Return a function that puts a checkpoint into an archive."""
+
+    def change(content):
+        archive = io.BytesIO()
+        if mode == "zip":
+            with zipfile.ZipFile(archive, "w") as files:
+                files.writestr("run/checkpoint_best.pt", content)
+        else:
+            with tarfile.open(fileobj=archive, mode=mode) as files:
+                member = tarfile.TarInfo("run/checkpoint_best.pt")
+                member.size = len(content)
+                files.addfile(member, io.BytesIO(content))
+        return archive.getvalue()
+
+    return change
+
+
+ARCHIVES = {"gzip": "w:gz", "bzip2": "w:bz2", "xz": "w:xz", "tar": "w", "zip": "zip"}
+ARCHIVES = {kind: packed(mode) for kind, mode in ARCHIVES.items()}
 # Name -> serialization, damage to the bytes, and a part of the error.
 DAMAGES = {
     "empty": ("zip", lambda content: b"", "empty"),
@@ -46,6 +68,7 @@ DAMAGES = {
     "trailing bytes": ("legacy", lambda content: content + b"more", "4 bytes follow the last storage"),
     "no storages": ("legacy", without_storages, "no data for"),
     "no CRC of an entry": ("zip", without_a_crc, "entry 'model/data/3' has CRC-32"),
+    **{kind: ("zip", change, f"a {kind} archive; extract it (") for kind, change in ARCHIVES.items()},
     # only in the directory is an entry's name followed by the signature of the next entry
     "moved": ("zip", lambda x: x.replace(b"model/data/1PK", b"model/data/2PK"), "at the offset in the zip directory"),
 }
@@ -102,6 +125,26 @@ def test_serializations(convert, make, form):
         convert.file.write_bytes(flip(content, len(content) - 1))
         damaged = convert_checkpoint(convert.file, convert.output.with_name("damaged"))
         assert "no checksums" in "".join(damaged.warnings)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_averaged_weights_are_mentioned(convert, make, seed):
+    """A copy of the weights at any place of the file is mentioned; the weights of the field `model` are converted."""
+    draw, state = random.Random(seed), make.bert()
+    place = draw.choice([["ema"], ["model_ema"], ["extra_state", "ema"], ["extra_state", "swa", "model"]])
+    prefix = draw.choice(["", "module."])
+    copy = {f"{prefix}{name}": tensor + 1 for name, tensor in state["model"].items() if draw.random() < 0.9}
+    holder = state
+    for name in place[:-1]:
+        holder = holder.setdefault(name, {})
+    holder[place[-1]] = copy | {"decay": 0.999}
+    write(state, convert.file)
+    report = convert.report(None)
+    (warning,) = report["warnings"]
+    assert f"field '{'.'.join(place)}' has other values of {len(copy)} of the {len(state['model'])} tensors" in warning
+    assert "save a file with them as the field 'model'" in warning and warning in convert.screen
+    read = read_checkpoint(convert.file)
+    assert all(torch.equal(read.tensors[key], tensor) for key, tensor in state["model"].items())
 
 
 @pytest.mark.parametrize("part", ["everywhere", "directory"])
