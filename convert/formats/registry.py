@@ -88,8 +88,8 @@ def detect(checkpoint: Checkpoint) -> tuple[Format, str, Checkpoint, list[str]]:
         inner = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
         if _recognize(replace(checkpoint, tensors=inner)):
             raise ConversionError(
-                f"{checkpoint.path}: all names start with {shown(prefix)}, which the original code does not add; save the "
-                "state dict of the model inside, or remove the prefix"
+                f"{checkpoint.path}: all names start with {shown(prefix)}, which the original code does not add; save "
+                "the state dict of the model inside, or remove the prefix"
             )
     raise ConversionError(f"{checkpoint.path}: {_reason(tensors, shown(arch), _is_foreign(tensors))}")
 
