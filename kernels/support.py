@@ -14,14 +14,12 @@ from ._export import (
     is_exporting,
 )
 from .columns import roll_columns, take_columns
-from .constants import Constants
 from .dropout import Dropout, dropout
 from .gated_attention.window import KeyWindow, attend
 from .upcast import upcast, upcast_dtype
 from .varlen import check_cu_seqlens, locate
 
 __all__ = [
-    "Constants",
     "Dropout",
     "KeyWindow",
     "attend",
