@@ -36,7 +36,16 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients, gated_attention
-from luna_mega.kernels.support import Dropout, KeyWindow, attend, in_program, is_exporting, is_plain, upcast
+from luna_mega.kernels.support import (
+    Dropout,
+    KeyWindow,
+    attend,
+    in_program,
+    is_capturing,
+    is_exporting,
+    is_plain,
+    upcast,
+)
 from luna_mega.modeling_common.attention import KeyValueCacheLayer, cached_backend
 from luna_mega.modeling_common.base import (
     BodyMixin,
@@ -543,7 +552,8 @@ class MegaGatedAttention(nn.Module):
 
         def count() -> int:
             if cache is not None:
-                return int(cache.position.max())
+                # A CUDA graph cannot read positions; the steps before its capture have read them.
+                return 0 if is_capturing(cache.position) else int(cache.position.max())
             return window.length() if window.mask is None else int(window.mask.sum(dim=1).max())
 
         def compute() -> torch.Tensor:

@@ -198,8 +198,8 @@ def convert(layer, draw):
 
 
 CHANGES = [
-    change_with_an_optimizer, change_data, change_as_a_vector, swap, load, load_averages, prune_weight, normalize, scale,
-    adapt_in_a_hook, convert,
+    change_with_an_optimizer, change_data, change_as_a_vector, swap, load, load_averages, prune_weight, normalize,
+    scale, adapt_in_a_hook, convert,
 ]  # fmt: skip
 
 
@@ -256,10 +256,17 @@ def test_given_coefficients(layer, x, backend):
         expected, made = steps(layer, x), layer.step_coefficients()
         if not isinstance(layer, MovingAverage):
             with torch.no_grad():
-                layer.load_state_dict({name: 0.5 * w if name != "skip" else w for name, w in layer.state_dict().items()})
+                layer.load_state_dict(
+                    {name: 0.5 * w if name != "skip" else w for name, w in layer.state_dict().items()}
+                )
         assert_same(steps(layer, x, made), expected, 1e-5)
         wrong = type(layer)(D, N + 1, **({"init": "real"} if getattr(layer, "frequency", 1) is None else {}))
-        for given in (wrong.step_coefficients(), made[:2], [of[:1] for of in made], layer.step_coefficients(torch.float64)):
+        for given in (
+            wrong.step_coefficients(),
+            made[:2],
+            [of[:1] for of in made],
+            layer.step_coefficients(torch.float64),
+        ):
             with pytest.raises(ValueError, match=r"needs three `coefficients` of torch.float32 \[6, 4"):
                 layer.step(x[:, 0], expected[1], coefficients=given)
         with pytest.raises(ValueError, match="needs three `coefficients` of torch.float64"):
