@@ -1,10 +1,11 @@
 """Argument checks shared by several ops. `op` is the function name in error messages."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from .upcast import upcast_dtype
 from .varlen import check_cu_seqlens
 
 
@@ -57,15 +58,21 @@ def check_position(op: str, x: Tensor, mask: Tensor | None, features: str) -> No
 
 
 def check_average(
-    op: str, x: Tensor, parameters: Iterable[Tensor], skip: Tensor | None, state: Tensor | None, state_shape: list[int],
+    op: str, x: Tensor, parameters: Sequence[Tensor], skip: Tensor | None, state: Tensor | None, state_shape: list[int],
+    coefficients: tuple[Tensor, ...] | None = None,
 ) -> None:  # fmt: skip
-    """Raise `ValueError` unless dtypes, skip and state fit a moving average of D channels."""
+    """Raise `ValueError` unless dtypes, skip, state and the coefficients of a step fit a moving average."""
     tensors = (x, *parameters)
     for tensor in tensors:
         if not tensor.is_floating_point():
             raise ValueError(f"{op} needs floating-point x and parameters, got {[tensor.dtype for tensor in tensors]}")
     if skip is not None and skip.shape != x.shape[-1:]:
         raise ValueError(f"{op} needs a skip of shape {list(x.shape[-1:])}, got {list(skip.shape)}")
+    if coefficients is not None:
+        dtype, shape = upcast_dtype(x, *parameters), state_shape[1:]
+        if [(of.dtype, list(of.shape)) for of in coefficients] != [(dtype, shape)] * 3:
+            found = ", ".join(f"{of.dtype} {list(of.shape)}" for of in coefficients)
+            raise ValueError(f"{op} needs three `coefficients` of {dtype} {shape}, got {found}; compute them again")
     if state is not None:
         if list(state.shape) != state_shape or state.dtype not in (torch.float32, torch.float64):
             raise ValueError(

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .constants import Constants
 from .moving_average.coefficients import complex_ema_coefficients, ema_coefficients
 from .moving_average.complex_ema import complex_ema, complex_ema_step
 from .moving_average.damped_ema import damped_ema, damped_ema_step
@@ -34,7 +33,6 @@ class RecurrentLayer(nn.Module):
     def __init__(self, channels: int, states: int, bidirectional: bool = False) -> None:
         super().__init__()
         self.channels, self.states, self.bidirectional = channels, states, bidirectional
-        self._constants = Constants()
 
     def arguments(self) -> tuple[Tensor | None, ...]:
         """Return the arguments of the op between x and the skip."""
@@ -56,34 +54,71 @@ class RecurrentLayer(nn.Module):
         Returns:
             `[B, T, D]`, or (output, states) if `return_state` is set.
         """
+        if (run := options.pop("run", None)) is not None:  # of `step`, which the hooks of the layer precede and follow
+            return run(x, state, mask)
         options |= {"mask": mask, "initial_state": state, "return_state": return_state}
         return type(self).op(x, *self.arguments(), self.skip, **options)
 
-    def step(self, x: Tensor, state: Tensor | None = None, *, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def step(
+        self, x: Tensor, state: Tensor | None = None, *, mask: Tensor | None = None,
+        coefficients: tuple[Tensor, ...] | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Compute one further position x `[B, D]`; return y `[B, D]` and the next states.
 
-        Without autograd, the coefficients are computed once and reused until a weight changes. Changes through `.data`
-        are not detected.
+        Hooks of the layer run as in a call with x `[B, 1, D]`.
 
         Args:
             x: `[B, D]`.
             state: the states before this position, from `forward` or `step`; None = 0. They are not modified.
             mask: `[B]` bool; rows that are not kept keep their states, and their y is undefined.
+            coefficients: `step_coefficients()` of the current weights; None = computed, which takes most of the time of
+                a step. After a change of the weights, earlier coefficients give the results of the earlier weights.
+
+        Raises:
+            ValueError: if shapes or dtypes do not match.
         """
-        if state is None:
-            y, state = self(x[:, None], mask=None if mask is None else mask[:, None], return_state=True)
-            return y[:, 0], state
-        weights = list(self.parameters())  # including those of parametrizations
-        values = self._constants.get("step", weights, lambda: self._step_values(upcast_dtype(x, *weights)), x.dtype)
-        arguments, coefficients = values
-        result: tuple[Tensor, Tensor] = type(self).op_step(
-            x, state, *arguments, self.skip, mask=mask, coefficients=coefficients
-        )
+
+        def run(x: Tensor, state: Tensor | None, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+            arguments = self.arguments() if coefficients is None else self._step_arguments()
+            if state is None:
+                assert coefficients is not None
+                state = coefficients[0].new_zeros(len(x), *coefficients[0].shape)
+            options = {"mask": None if mask is None else mask[:, 0], "coefficients": coefficients}
+            y, state = type(self).op_step(x[:, 0], state, *arguments, self.skip, **options)
+            return y[:, None], state
+
+        options: dict[str, Any] = {"mask": None if mask is None else mask[:, None], "return_state": True}
+        if state is not None or coefficients is not None:
+            options["run"] = run
+        y, state = self(x[:, None], state, **options)
+        return y[:, 0], state
+
+    def step_coefficients(self, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """Return the coefficients that `step` computes from the weights, for several steps with the same weights.
+
+        Hooks of the layer run as in a call of zeros.
+
+        Args:
+            dtype: the dtype of the states; None = float32, or float64 if a weight is float64. Pass float64 for x in
+                float64 and weights in float32.
+
+        Raises:
+            ValueError: if the layer has two directions.
+        """
+        if self.bidirectional:
+            raise ValueError("a bidirectional layer has no steps; call the layer with all positions")
+
+        def run(*_: object) -> tuple[Tensor, ...]:
+            arguments = self.arguments()
+            return type(self).op_coefficients(*arguments, dtype=dtype or upcast_dtype(*arguments))
+
+        x = torch.zeros(1, 1, self.channels, device=next(self.parameters()).device)
+        result: tuple[Tensor, ...] = self(x, run=run)
         return result
 
-    def _step_values(self, dtype: torch.dtype) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
-        arguments = self.arguments()
-        return arguments, type(self).op_coefficients(*arguments, dtype=dtype)
+    def _step_arguments(self) -> tuple[Tensor | None, ...]:
+        """Return `arguments`; with coefficients, a step may only use their shapes."""
+        return self.arguments()
 
     def extra_repr(self) -> str:
         """Return the sizes for `repr`."""
@@ -233,3 +268,9 @@ class DiagonalSSM(RecurrentLayer):
             a, weight = torch.complex(rate, upcast(self.frequency)), torch.view_as_complex(upcast(weight))
             log_decay, phase, weight = discretize(a, step, 2.0 * weight, self.discretization)
         return log_decay, phase, torch.view_as_real(weight) if weight.is_complex() else weight
+
+    def _step_arguments(self) -> tuple[Tensor | None, ...]:
+        if self.frequency is None and self.discretization == "zoh":
+            return self.log_rate, None, self.output_weight
+        weight = self.output_weight
+        return self.log_rate, self.log_rate, weight if weight.dim() == 3 else weight[..., None].expand(-1, -1, 2)

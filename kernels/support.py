@@ -14,18 +14,17 @@ from ._export import (
     is_exporting,
 )
 from .columns import roll_columns, take_columns
-from .constants import Constants
 from .dropout import Dropout, dropout
 from .gated_attention.window import KeyWindow, attend
 from .upcast import upcast, upcast_dtype
-from .varlen import check_cu_seqlens, locate
+from .varlen import check_cu_seqlens, checked_copy, locate
 
 __all__ = [
-    "Constants",
     "Dropout",
     "KeyWindow",
     "attend",
     "check_cu_seqlens",
+    "checked_copy",
     "dropout",
     "forbid_capture",
     "forbid_tracing",

@@ -31,7 +31,9 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total:
         if max_seqlen is not None and max_seqlen < lengths.max():
             raise ValueError(f"{op}: max_seqlen is {max_seqlen}, but a sequence has length {int(lengths.max())}")
     elif not is_exporting():  # PyTorch's native operators do not read past the end
-        _assert_on_device(op, cu_seqlens, lengths, total if max_seqlen is None else max_seqlen, total)
+        most = total if max_seqlen is None else max_seqlen
+        if getattr(cu_seqlens, "_luna_mega_checked", None) != (most, total):
+            _assert_on_device(op, cu_seqlens, lengths, most, total)
     if max_seqlen is None:
         forbid_capture(lengths, f"{op} with cu_seqlens and without max_seqlen", "pass max_seqlen")
         return int(lengths.max())
@@ -39,14 +41,20 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total:
 
 
 def _assert_on_device(op: str, cu_seqlens: Tensor, lengths: Tensor, most: int, total: int) -> None:
-    # The layers of a model share one tensor, so it is checked once.
-    if not (torch.compiler.is_compiling() or cu_seqlens.is_inference()):
-        seen = most, total, cu_seqlens._version
-        if getattr(cu_seqlens, "_luna_mega_checked", None) == seen:
-            return
-        cu_seqlens._luna_mega_checked = seen  # type: ignore[attr-defined]
     right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & ((lengths >= 0) & (lengths <= most)).all()
     torch._assert_async(right, f"{op}: cu_seqlens must increase from 0 to the length, by at most max_seqlen")
+
+
+def checked_copy(cu_seqlens: Tensor, max_seqlen: int, total: int) -> Tensor:
+    """Return a copy of checked bounds, for all layers of one call of a model: ops do not check it again.
+
+    Only its creator may have it, because a user could write to it.
+    """
+    if cu_seqlens.device.type == "cpu" or torch.compiler.is_compiling():
+        return cu_seqlens
+    copy = cu_seqlens.clone()
+    copy._luna_mega_checked = max_seqlen, total  # type: ignore[attr-defined]
+    return copy
 
 
 def pad(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:

@@ -1,16 +1,38 @@
 """Base classes of the caches of decoders, whose states transformers' generation can reorder."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from threading import local
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.kernels.support import Constants, forbid_capture, is_exporting
+from luna_mega.kernels.support import forbid_capture, is_capturing, is_eager, is_exporting
 from luna_mega.modeling_common.base import CommonPreTrainedModel
 
 _PREFIX_TUNING = "prefix tuning, which passes keys and values, is not supported: use prompt tuning or LoRA"
+
+
+class _Derived(local):
+    """Results of the weights in the current thread, by layer of a cache and name; None = they are not kept."""
+
+    values: "WeakKeyDictionary[StateLayer, dict[str, tuple[Hashable, Any]]] | None" = None
+
+
+_derived = _Derived()
+
+
+@contextmanager
+def keep_derived(enabled: bool) -> Iterator[None]:
+    """Keep the results of `StateLayer.derive` in the block, in which weights must not change."""
+    previous, _derived.values = _derived.values, WeakKeyDictionary() if enabled else None
+    try:
+        yield
+    finally:
+        _derived.values = previous
 
 
 class StateLayer(CacheLayerMixin):
@@ -18,7 +40,7 @@ class StateLayer(CacheLayerMixin):
 
     # `torch.export` would specialize on a number in `__dict__` and fix the cache length.
     # `_static`: the tensors are written in place.
-    __slots__ = ("_constants", "_seen", "_static")
+    __slots__ = ("_seen", "_static")
     is_sliding = False
     supports_early_init = False
     fields: tuple[str, ...]
@@ -66,12 +88,18 @@ class StateLayer(CacheLayerMixin):
     def seen(self, count: int) -> None:
         self._seen = count
 
-    @property
-    def constants(self) -> Constants:
-        """Values that the module of the layer has computed from its weights."""
-        if not hasattr(self, "_constants"):
-            self._constants = Constants()
-        return self._constants
+    def derive(self, name: str, compute: Callable[[], Any], key: Hashable = None) -> Any:
+        """Return `compute()`, which depends on weights and `key`, computed once in `keep_derived`; elsewhere None.
+
+        Compiled programs, graphs of a GPU and autograd compute it at every step.
+        """
+        values = _derived.values if is_eager() and not torch.is_grad_enabled() else None
+        if values is None or is_capturing(next(iter(self.tensors.values()))):
+            return None
+        kept = values.setdefault(self, {})
+        if name not in kept or kept[name][0] != key:
+            kept[name] = key, compute()
+        return kept[name][1]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """`GenerationMixin` overrides for decoders with a recurrent state."""
 
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.utils import logging
 
 from luna_mega.modeling_common.base import CommonPreTrainedModel, accept_past_key_values
-from luna_mega.modeling_common.cache import check_class, new_cache
+from luna_mega.modeling_common.cache import check_class, keep_derived, new_cache
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
 
 logger = logging.get_logger(__name__)
@@ -28,6 +29,13 @@ class StateGenerationMixin(GenerativeMixin):
 
     It must be a direct base of a model: transformers checks the names of the bases.
     """
+
+    @wraps(GenerationMixin.generate)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as transformers does; values of decoding steps that only depend on weights are computed once."""
+        parent: Any = super()
+        with keep_derived(kwargs.get("custom_generate") is None):  # such a function may change weights
+            return parent.generate(*args, **kwargs)
 
     _is_stateful = True  # recurrent states cannot be rolled back, so assisted decoding is not supported
 

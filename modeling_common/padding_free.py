@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from luna_mega.kernels.support import check_cu_seqlens, forbid_capture, in_program, locate
+from luna_mega.kernels.support import check_cu_seqlens, checked_copy, forbid_capture, in_program, locate
 from luna_mega.modeling_common.masks import can_look
 
 # Keyword arguments of a padding-free batch, as `DataCollatorWithFlattening` returns them.
@@ -105,12 +105,14 @@ def find_padding_free(
     if cu_seqlens is None and starts is not None:
         forbid_capture(starts, "`seq_idx` or `position_ids`, whose values are the boundaries of sequences", BOUNDS)
     if cu_seqlens is not None:
-        longest = check_cu_seqlens("a padding-free batch", cu_seqlens, options.get("max_length_q"), shape[0] * shape[1])
+        total = shape[0] * shape[1]
+        longest = check_cu_seqlens("a padding-free batch", cu_seqlens, options.get("max_length_q"), total)
         if starts is not None and starts.device.type == "cpu" and (starts != _starts(cu_seqlens, shape)[:, 1:]).any():
             raise ValueError(
                 "`seq_idx` or `position_ids` and `cu_seq_lens_q` disagree about sequence boundaries; pass only one"
             )
-        return PaddingFreeLayout(cu_seqlens, longest, None, (shape[0], shape[1]))
+        bounds = checked_copy(cu_seqlens, longest, total)
+        return PaddingFreeLayout(bounds, longest, None, (shape[0], shape[1]))
     if starts is not None and starts.any():
         return _flatten(mask, nn.functional.pad(starts, (1, 0), value=True).expand(shape))
     return None

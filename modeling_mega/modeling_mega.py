@@ -36,7 +36,16 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients, gated_attention
-from luna_mega.kernels.support import Dropout, KeyWindow, attend, in_program, is_exporting, is_plain, upcast
+from luna_mega.kernels.support import (
+    Dropout,
+    KeyWindow,
+    attend,
+    in_program,
+    is_capturing,
+    is_exporting,
+    is_plain,
+    upcast,
+)
 from luna_mega.modeling_common.attention import KeyValueCacheLayer, cached_backend
 from luna_mega.modeling_common.base import (
     BodyMixin,
@@ -431,10 +440,7 @@ class MegaMovingAverage(nn.Module):
         if state is not None and hidden_states.shape[1] == 1:
             coefficients = None
             if self.truncation is None:
-                dtype = state.dtype
-                coefficients = cache.constants.get(
-                    "average", weights, lambda: ema_coefficients(*parameters, dtype=dtype), dtype
-                )
+                coefficients = cache.derive("average", partial(ema_coefficients, *parameters, dtype=state.dtype))
             mask = None if layout.mask is None else layout.mask[:, 0]
             output, state = damped_ema_step(
                 hidden_states[:, 0], state, *parameters, skip, mask=mask, coefficients=coefficients
@@ -530,7 +536,7 @@ class MegaGatedAttention(nn.Module):
     ) -> torch.Tensor | None:
         """Return the bias of a chunk, or of all positions, as a vector over their differences, None = no bias.
 
-        A step reuses the bias in `cache`. It has more positions than necessary, so that it is rarely computed again.
+        In a step, the bias has more positions than necessary, so that `generate` rarely computes it again.
         """
         relative_bias = self.rel_pos_bias
         if relative_bias is None:
@@ -546,15 +552,15 @@ class MegaGatedAttention(nn.Module):
 
         def count() -> int:
             if cache is not None:
-                return int(cache.position.max())
+                # A CUDA graph cannot read positions; the steps before its capture have read them.
+                return 0 if is_capturing(cache.position) else int(cache.position.max())
             return window.length() if window.mask is None else int(window.mask.sum(dim=1).max())
 
         def compute() -> torch.Tensor:
             return relative_bias(length, grid, count)
 
-        if not window.step or cache is None:
-            return compute()
-        return cache.constants.get("bias", tuple(relative_bias.parameters()), compute, length)
+        kept = cache.derive("bias", compute, length) if window.step and cache is not None else None
+        return compute() if kept is None else kept
 
 
 class MegaGatedCrossAttention(nn.Module):

@@ -12,6 +12,7 @@ to 1.
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Unpack
 
 import torch
@@ -214,10 +215,7 @@ class MegalodonMovingAverage(nn.Module):
             return result
         state = cache.average
         if state is not None and x.shape[1] == 1:
-            weights, dtype = (self.alpha, self.delta, self.theta, self.gamma), state.dtype
-            coefficients = cache.constants.get(
-                "average", weights, lambda: complex_ema_coefficients(*parameters, dtype=dtype), dtype
-            )
+            coefficients = cache.derive("average", partial(complex_ema_coefficients, *parameters, dtype=state.dtype))
             mask = None if layout.mask is None else layout.mask[:, 0]
             average, state = complex_ema_step(x[:, 0], state, *parameters, skip, mask=mask, coefficients=coefficients)
             average = average[:, None]

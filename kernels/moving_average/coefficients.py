@@ -127,6 +127,14 @@ def complex_step_coefficients(*parameters: Tensor) -> tuple[Tensor, ...]:
     return powers_less_one(log_decay, turn, 1), entry, conjugate(weight_out)
 
 
+def reference_coefficients(change: Tensor, weight_in: Tensor, weight_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return p, q and the weight of the state, as in `reference.complex_coefficients`, from coefficients of a step."""
+    if change.dim() == 2:
+        return weight_in, change + 1.0, weight_out
+    q, weight_out = torch.view_as_complex(change) + 1.0, torch.view_as_complex(weight_out).conj()
+    return weight_in[..., 0], q, weight_out
+
+
 def ema_coefficients(
     input_logit: Tensor,
     damping_logit: Tensor,

@@ -7,7 +7,7 @@ from torch import Tensor
 from .._dispatch import Arguments, Op
 from ..checks import check_average, check_position, check_sequences
 from . import reference, torch_backend
-from .coefficients import complex_coefficients, complex_step_coefficients, with_coefficients
+from .coefficients import complex_coefficients, complex_step_coefficients, reference_coefficients, with_coefficients
 from .wiring import complex_step_triton, needs_gradients, run_average, run_varlen, unsupported
 
 
@@ -34,8 +34,8 @@ AVERAGE = Op(
 )
 
 
-def _step_reference(coefficients: object, **call: Any) -> tuple[Tensor, Tensor]:
-    # Complex numbers, unlike the given coefficients.
+def _step_reference(coefficients: tuple[Tensor, ...] | None, **call: Any) -> tuple[Tensor, Tensor]:
+    call["coefficients"] = coefficients and reference_coefficients(*coefficients)
     return reference.complex_step(**with_coefficients(reference.complex_coefficients, **call))
 
 
@@ -143,14 +143,15 @@ def complex_ema_step(
     """
     check_position("complex_ema_step", x, mask, "channels")
     parameters = (input_logit, damping_logit, phase_logit, projection)
-    _check("complex_ema_step", x, parameters, skip, state, x.shape[0])
+    _check("complex_ema_step", x, parameters, skip, state, x.shape[0], coefficients)
     call = {"x": x, "state": state, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
     return STEP(backend, call)
 
 
 def _check(
-    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: int
-) -> None:
+    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: int,
+    coefficients: tuple[Tensor, ...] | None = None,
+) -> None:  # fmt: skip
     channels, states = x.shape[-1], parameters[0].shape[-1]
     shapes = [list(parameter.shape) for parameter in parameters]
     if shapes != [[channels, states], [channels, states], [channels], [channels, states, 2]]:
@@ -158,4 +159,4 @@ def _check(
             f"{op} needs for {channels} channels two logits [{channels}, N], a phase_logit [{channels}] and a "
             f"projection [{channels}, N, 2], got {shapes}"
         )
-    check_average(op, x, parameters, skip, state, [sequences, channels, states, 2])
+    check_average(op, x, parameters, skip, state, [sequences, channels, states, 2], coefficients)

@@ -193,7 +193,7 @@ def damped_ema_step(
         output, after = truncated(run_again, x[:, None], parameters, skip, column, state.inputs.shape[1], state)
         pairs = zip(after, state, strict=True)
         return output[:, 0], TruncatedEmaState(*(reference.hold(*pair, mask) for pair in pairs))
-    _check("damped_ema_step", x, parameters, skip, state, x.shape[0])
+    _check("damped_ema_step", x, parameters, skip, state, x.shape[0], coefficients)
     call = {"x": x, "state": state, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
     return STEP(backend, call)
 
@@ -218,11 +218,12 @@ def _check_directions(
 
 
 def _check(
-    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: int
-) -> None:
+    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: int,
+    coefficients: tuple[Tensor, ...] | None = None,
+) -> None:  # fmt: skip
     shapes = [list(parameter.shape) for parameter in parameters]
     if parameters[0].dim() != 2 or any(shape != shapes[0] for shape in shapes):
         raise ValueError(
             f"{op} needs input_logit, damping_logit, expansion and projection of one shape [rows, N], got {shapes}"
         )
-    check_average(op, x, parameters, skip, state, [sequences, x.shape[-1], shapes[0][1]])
+    check_average(op, x, parameters, skip, state, [sequences, x.shape[-1], shapes[0][1]], coefficients)

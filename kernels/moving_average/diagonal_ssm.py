@@ -11,7 +11,7 @@ from .._dispatch import Arguments, Op, without_autocast
 from ..checks import check_average, check_position, check_sequences
 from ..upcast import upcast
 from . import reference, torch_backend
-from .coefficients import Coefficients, conjugate, powers_less_one, with_coefficients
+from .coefficients import Coefficients, conjugate, powers_less_one, reference_coefficients, with_coefficients
 from .wiring import complex_step_triton, needs_gradients, run_average, run_varlen, unsupported
 
 METHODS = ("zoh", "bilinear", "none")
@@ -165,7 +165,7 @@ def diagonal_ssm_step(
         rows = f"{len(log_decay)} rows for {x.shape[1]} channels"
         raise ValueError(f"diagonal_ssm_step needs one row of log_decay per channel, got {rows}")
     pairs = _pairs(state)
-    _check("diagonal_ssm_step", x, parameters, skip, pairs, x.shape[0])
+    _check("diagonal_ssm_step", x, parameters, skip, pairs, x.shape[0], coefficients)
     call = {"x": x, "state": pairs, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
     output, state = STEP(backend, call)
     return output, _numbers(state, weight)
@@ -212,9 +212,10 @@ def _parameters(op: str, log_decay: Tensor, phase: Tensor | None, weight: Tensor
 
 
 def _check(
-    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: int
-) -> None:
-    check_average(op, x, parameters, skip, state, [sequences, x.shape[-1], *parameters[-1].shape[1:]])
+    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: int,
+    coefficients: tuple[Tensor, ...] | None = None,
+) -> None:  # fmt: skip
+    check_average(op, x, parameters, skip, state, [sequences, x.shape[-1], *parameters[-1].shape[1:]], coefficients)
 
 
 def _coefficients(*parameters: Tensor) -> Coefficients:
@@ -267,8 +268,8 @@ def _triton(**call: Any) -> tuple[Tensor, Tensor | None]:
     return _both_directions(triton_ops.diagonal, **with_coefficients(_coefficients, **call))
 
 
-def _step_reference(coefficients: object, **call: Any) -> tuple[Tensor, Tensor]:
-    # Complex numbers, unlike the given coefficients.
+def _step_reference(coefficients: tuple[Tensor, ...] | None, **call: Any) -> tuple[Tensor, Tensor]:
+    call["coefficients"] = coefficients and reference_coefficients(*coefficients)[1:]
     return reference.diagonal_step(**with_coefficients(reference.diagonal_coefficients, **call))
 
 

@@ -4,12 +4,15 @@ import copy
 import io
 import math
 import pickle
+import random
+import warnings
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector, parametrize, prune, vector_to_parameters
 
 from luna_mega import MegaConfig, MegalodonConfig, MegalodonModel, MegaModel
-from luna_mega.kernels.api import complex_ema, damped_ema, diagonal_ssm, discretize
+from luna_mega.kernels.api import complex_ema, damped_ema, diagonal_ssm, discretize, use_backend
 from luna_mega.kernels.modules import ComplexMovingAverage, DiagonalSSM, MovingAverage
 from tests.kernels.leaves import assert_same
 
@@ -86,71 +89,190 @@ def test_gradients_of_all_parameters_through_calls_and_steps(layer, x):
         torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
 
 
-def steps(layer, x):
+def steps(layer, x, coefficients=None):
     state, outputs = None, []
     for t in range(x.shape[1]):
-        output, state = layer.step(x[:, t], state)
+        output, state = layer.step(x[:, t], state, coefficients=coefficients)
         outputs.append(output)
     return torch.stack(outputs, 1), state
 
 
-def changed_in_place(layer):
-    for weight in layer.parameters():
-        weight.mul_(0.5)
-
-
-def changed_by_an_optimizer(layer):
+def change_with_an_optimizer(layer, draw):
+    kind = draw.choice([torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+    variant = draw.choice(["fused", "foreach"])
     with torch.enable_grad():
-        layer(torch.ones(1, 3, D)).sum().backward()
-    torch.optim.AdamW(layer.parameters(), 0.1).step()
+        layer(torch.ones(1, 3, D, dtype=next(layer.parameters()).dtype)).sum().backward()
+    kind(layer.parameters(), 0.1, **{variant: True}).step()
 
 
-def loaded(layer):
-    layer.load_state_dict({name: 0.5 * x for name, x in layer.state_dict().items()})
+def change_data(layer, draw):
+    for weight in layer.parameters():
+        if draw.random() < 0.5:
+            weight.data.mul_(0.5)
+        else:
+            weight.data = 0.5 * weight.data
 
 
-def replaced(layer):
-    for name, weight in list(layer.named_parameters()):
-        setattr(layer, name, torch.nn.Parameter(0.5 * weight))
+def change_as_a_vector(layer, draw):
+    vector_to_parameters(0.9 * parameters_to_vector(layer.parameters()), layer.parameters())
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("change", [changed_in_place, changed_by_an_optimizer, loaded, replaced])
-def test_steps_keep_coefficients_until_a_weight_changes(layer, x, change, monkeypatch):
+def swap(layer, draw):
+    for weight in layer.parameters():
+        torch.utils.swap_tensors(weight, torch.nn.Parameter(0.8 * weight))
+
+
+def load(layer, draw):
+    layer.load_state_dict({name: 0.5 * x for name, x in layer.state_dict().items()}, assign=draw.random() < 0.5)
+
+
+def load_averages(layer, draw):
+    average = torch.optim.swa_utils.AveragedModel(layer, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    change_data(layer, draw)
+    for _ in range(2):
+        average.update_parameters(layer)
+    layer.load_state_dict(average.module.state_dict())
+
+
+def choose(layer, draw):
+    """Return the name of a matrix that no parametrization computes."""
+    names = ["projection" if hasattr(layer, "projection") else "output_weight"]
+    names += [name for name in ("input_logit", "log_rate") if hasattr(layer, name)]
+    return draw.choice([name for name in names if not parametrize.is_parametrized(layer, name)] or [None])
+
+
+def prune_weight(layer, draw):
+    """Prune for the first time or again, or make the result of pruning permanent."""
+    name = choose(layer, draw)
+    pruned = name is not None and hasattr(layer, f"{name}_mask")
+    if pruned and draw.random() < 0.3:
+        prune.remove(layer, name)
+    elif pruned or name in layer._parameters:
+        prune.random_unstructured(layer, name, amount=0.3)
+
+
+def normalize(layer, draw):
+    name = choose(layer, draw)
+    if name in layer._parameters:
+        old = torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm
+        new = torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.parametrizations.spectral_norm
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            draw.choice([*old, *new])(layer, name)
+    layer.eval()  # in training mode, every call of a spectral norm changes the weight
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.full((), 1.5))
+
+    def forward(self, weight):
+        return self.scale * weight
+
+
+def scale(layer, draw):
+    name = choose(layer, draw)
+    if name in layer._parameters:
+        parametrize.register_parametrization(layer, name, Scaled())
+
+
+def adapt_in_a_hook(layer, draw):
+    """Compute a weight before every call, as adapters of low rank do."""
+    name = choose(layer, draw)
+    if name in layer._parameters:
+        base = layer._parameters.pop(name)
+        layer.register_parameter(f"{name}_base", base)
+        layer.register_parameter(f"{name}_row", torch.nn.Parameter(0.1 * torch.randn(base.shape[1:])))
+        with_kwargs = draw.random() < 0.5
+
+        def hook(module, *_):
+            setattr(module, name, getattr(module, f"{name}_base") + getattr(module, f"{name}_row"))
+
+        layer.register_forward_pre_hook(hook, with_kwargs=with_kwargs)
+        setattr(layer, name, base.detach())  # of before
+
+
+def convert(layer, draw):
+    layer.to(draw.choice([torch.float64, torch.bfloat16])).float()
+
+
+CHANGES = [
+    change_with_an_optimizer, change_data, change_as_a_vector, swap, load, load_averages, prune_weight, normalize,
+    scale, adapt_in_a_hook, convert,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_steps_have_the_current_weights(layer, x, seed):
+    """Random changes of the weights, each after steps with the earlier weights."""
+    draw, x = random.Random(f"{seed}, {layer}"), x[:, :5]
+    for change in draw.sample(CHANGES, 4):
+        with torch.no_grad():
+            steps(layer, x)
+            layer.step_coefficients()
+            change(layer, draw)
+        check_steps(layer, x, given=draw.random() < 0.5, enabled=draw.random() < 0.3)
+
+
+def check_steps(layer, x, given, enabled):
+    # Steps first: a call would run the hooks that compute weights.
+    with torch.set_grad_enabled(enabled):
+        actual = steps(layer, x, layer.step_coefficients() if given else None)
+        assert_same(actual, layer(x, return_state=True), 1e-5)
+
+
+class Steps(torch.nn.Module):
+    def __init__(self, layer, given):
+        super().__init__()
+        self.layer, self.given = layer, given
+
+    def forward(self, x):
+        return steps(self.layer, x, self.layer.step_coefficients() if self.given else None)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_steps_of_functional_weights(layer, x, given):
+    run, expected = Steps(layer, given), layer(x[:, :5], return_state=True)
+    steps(layer, x[:, :5])
+    weights = {name: 0.8 * weight for name, weight in layer.named_parameters()}
+    actual = torch.func.functional_call(run, {f"layer.{name}": x for name, x in weights.items()}, (x[:, :5],))
+    assert_same(actual, torch.func.functional_call(layer, weights, (x[:, :5],), {"return_state": True}), 1e-5)
+    assert_same(run(x[:, :5]), expected, 1e-5)
+
+
+def test_hooks_run_in_steps(layer, x):
     _, state = layer(x, return_state=True)
-    computed, values = [], type(layer)._step_values
-    monkeypatch.setattr(type(layer), "_step_values", lambda self, dtype: computed.append(1) or values(self, dtype))
-    before = [layer.step(x[:, t], state)[0] for t in range(3)][0]
-    assert len(computed) == 1
-    change(layer)
-    actual = layer.step(x[:, 0], state)
-    assert len(computed) == 2
-    expected, last = layer(x[:, :1], state, return_state=True)
-    assert_same(actual, (expected[:, 0], last), 1e-5)
-    assert not torch.allclose(actual[0], before)
+    layer.register_forward_pre_hook(lambda module, inputs: (2.0 * inputs[0], *inputs[1:]))
+    layer.register_forward_hook(lambda module, inputs, output: (output[0] + 1.0, output[1]))
+    expected, after = layer(x[:, :1], state, return_state=True)
+    assert_same(layer.step(x[:, 0], state), (expected[:, 0], after), 1e-5)
 
 
-@torch.no_grad()
-def test_steps_with_adapted_weights(x):
-    """Parametrizations have their weights in submodules."""
-
-    class Scaled(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = torch.nn.Parameter(torch.ones(()))
-
-        def forward(self, weight):
-            return self.scale * weight
-
-    layer = MovingAverage(D, N)
-    _, state = layer(x, return_state=True)
-    before = layer.step(x[:, 0], state)[0]
-    torch.nn.utils.parametrize.register_parametrization(layer, "expansion", Scaled())
-    torch.testing.assert_close(layer.step(x[:, 0], state)[0], before)
-    layer.parametrizations.expansion[0].scale.mul_(3.0)
-    actual, expected = layer.step(x[:, 0], state)[0], layer(x[:, :1], state)[:, 0]
-    torch.testing.assert_close(actual, expected)
-    assert not torch.allclose(actual, before)
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_given_coefficients(layer, x, backend):
+    """Coefficients of other weights give the results of those weights; wrong shapes and dtypes raise an error."""
+    with use_backend(backend):
+        expected, made = steps(layer, x), layer.step_coefficients()
+        if not isinstance(layer, MovingAverage):
+            with torch.no_grad():
+                layer.load_state_dict(
+                    {name: 0.5 * w if name != "skip" else w for name, w in layer.state_dict().items()}
+                )
+        assert_same(steps(layer, x, made), expected, 1e-5)
+        wrong = type(layer)(D, N + 1, **({"init": "real"} if getattr(layer, "frequency", 1) is None else {}))
+        for given in (
+            wrong.step_coefficients(),
+            made[:2],
+            [of[:1] for of in made],
+            layer.step_coefficients(torch.float64),
+        ):
+            with pytest.raises(ValueError, match=r"needs three `coefficients` of torch.float32 \[6, 4"):
+                layer.step(x[:, 0], expected[1], coefficients=given)
+        with pytest.raises(ValueError, match="needs three `coefficients` of torch.float64"):
+            layer.step(x[:, 0].double(), expected[1].double(), coefficients=made)
+        wide = layer.step(x[:, 0].double(), coefficients=layer.step_coefficients(torch.float64))
+        assert_same(wide, layer.step(x[:, 0].double()), 1e-9)
 
 
 def test_copies(layer, x):
@@ -207,18 +329,8 @@ def test_compile(layer, x):
     step = torch.compile(layer.step, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         assert_same(step(x[:, 0], state), layer.step(x[:, 0], state), 1e-5)
-        loaded(layer)
+        load(layer, random.Random(0))
         assert_same(step(x[:, 0], state), layer.step(x[:, 0], state), 1e-5)
-
-
-def test_inference_mode_and_autograd_do_not_share_coefficients(layer, x):
-    layer.requires_grad_(False)
-    with torch.inference_mode():
-        state = layer.step(x[:, 0])[1].clone()
-        layer.step(x[:, 1], state)
-    state = torch.zeros_like(state, requires_grad=True)
-    layer.step(x[:, 1], state)[0].sum().backward()
-    assert state.grad.any()
 
 
 def moments(tensors):
