@@ -114,7 +114,8 @@ def make_config(
                     values |= type_fields(tokenizer, config)
                 values["vocab_size"] = largest_id(tokenizer) + 1
                 values |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-                values["max_position_embeddings"] += first_position(config.model_type, tokenizer.pad_token_id)
+                pad = overrides.get("pad_token_id", tokenizer.pad_token_id)
+                values["max_position_embeddings"] += first_position(config.model_type, pad)
         if unknown := [name for name in overrides if not hasattr(config, name)]:
             fail(f"--config_overrides: {config.model_type} has no field {', '.join(unknown)}")
         values = {name: value for name, value in values.items() if hasattr(config, name)}
@@ -134,8 +135,6 @@ def make_config(
     if tokenizer is not None:
         if (largest := largest_id(tokenizer)) >= config.vocab_size:
             fail(f"the tokenizer has token id {largest}, but the model has vocab_size={config.vocab_size}")
-        if tokenizer.pad_token_id != config.pad_token_id:
-            fail(f"the tokenizer pads with id {tokenizer.pad_token_id}, but the model with {config.pad_token_id}")
         # A tokenizer of run_mlm.py has the block size as its maximum.
         longest = max(tokenizer.model_max_length, max_length)
         tokenizer.model_max_length = int(min(longest, longest_input(config)))

@@ -118,7 +118,6 @@ ERRORS = {
     "bad choice": (["--config_overrides", "pooling=max"], "pooling must be one of"),
     "small vocabulary": (["--vocab_size", "100"], r"vocab_size \(100\) must be at least 261"),
     "vocabulary above the model's": (["--config_overrides", f"{TINY},vocab_size=200"], "the model has vocab_size=200"),
-    "other padding": (["--config_overrides", f"{TINY},pad_token_id=5"], "pads with id 1, but the model with 5"),
     "no checkpoint": (["--resume_from_checkpoint", "last"], "--resume_from_checkpoint last: no checkpoint there"),
     "early stopping": (["--early_stopping_patience", "2"], "needs --load_best_model_at_end"),
     "strategies": (["--load_best_model_at_end"], "save and eval strategy"),
