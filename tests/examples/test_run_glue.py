@@ -130,6 +130,14 @@ def test_invalid_options_are_one_line(options, message, run, sst2, tmp_path):
     assert_error(run, message, *scratch("sst2", sst2, tmp_path / "out"), *options, output=tmp_path / "out")
 
 
+def test_another_padding_token_than_the_tokenizer(run, sst2, tmp_path):
+    """Trainer sets the tokenizer's; the first position stays that of the configuration."""
+    output = tmp_path / "out"
+    run(*scratch("sst2", sst2, output), "--max_steps", 1, "--config_overrides", f"{TINY},pad_token_id=5")
+    config = json.loads((output / "config.json").read_text(encoding="utf-8"))
+    assert (config["pad_token_id"], config["first_position"]) == (1, 6)
+
+
 def test_nothing_to_do_and_nothing_to_evaluate(run, tmp_path):
     with pytest.raises(SystemExit, match="nothing to do"):
         run("--task_name", "sst2", "--output_dir", tmp_path)
