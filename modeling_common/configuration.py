@@ -133,6 +133,8 @@ class SharedConfig(ConfigMixin):
         share_encoder_decoder_embeddings: bool | None
         decoder_vocab_size: int | None
         decoder_start_token_id: int | None
+        _sides: tuple[Any, Any]
+        _whole: Any
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name, (supported, advice) in self.removed_fields.items():
@@ -278,9 +280,9 @@ class SharedConfig(ConfigMixin):
 
     @property
     def sides(self) -> tuple[Self, Self]:
-        """The `encoder_config` and the `decoder_config` of models, which follow later changes of this configuration.
+        """The configurations of the encoder and the decoder of models, which follow later changes of this one.
 
-        They also have its `TOKEN_IDS` if one of them is changed.
+        Changes of their `TOKEN_IDS` also change this one.
         """
         if not self._linked():
             self._sides = self.encoder_config, self.decoder_config
@@ -288,9 +290,9 @@ class SharedConfig(ConfigMixin):
                 side._whole = self
         return self._sides
 
-    def _linked(self) -> tuple[Self, ...]:
+    def _linked(self) -> tuple[Any, ...]:
         """Return the configurations that follow this one; a shallow copy of this one has none."""
-        sides = getattr(self, "_sides", ())
+        sides: tuple[Any, ...] = getattr(self, "_sides", ())
         return sides if sides and sides[0]._whole is self else ()
 
     @property
@@ -324,6 +326,7 @@ class SharedConfig(ConfigMixin):
             return self
         config = copy.deepcopy(self)
         config.vocab_size = self.decoder_vocab_size
+        config._whole = self  # Trainer sets token ids of the configuration that this returns
         return config
 
     def _check_choices(self, choices: Mapping[str, tuple[str | None, ...]]) -> None:

@@ -194,13 +194,14 @@ def test_targets_that_start_with_padding(family, tmp_path):
 @pytest.mark.parametrize("family", decoders.TRANSLATING)
 def test_sides_follow_the_model(family):
     """Token ids are those of the model, also if they are changed in one side; copies have sides of their own."""
-    model = decoders.make_plain(family, is_encoder_decoder=True)
+    model = decoders.make_plain(family, is_encoder_decoder=True, decoder_vocab_size=35)
     copied, shallow = copy.deepcopy(model), copy.copy(model.config)
     model.get_encoder().config.eos_token_id = [7, 8]
+    model.config.get_text_config().bos_token_id = 3  # as Trainer does
     copied.config.pad_token_id = shallow.pad_token_id = 9
-    for network, pad, end in ((model, 1, [7, 8]), (copied, 9, 2)):
+    for network, expected in ((model, (1, 3, [7, 8])), (copied, (9, 0, 2))):
         for config in (network.config, network.get_encoder().config, network.get_decoder().config):
-            assert (config.pad_token_id, config.eos_token_id) == (pad, end)
+            assert (config.pad_token_id, config.bos_token_id, config.eos_token_id) == expected
             assert not {"_sides", "_whole"} & {*config.to_dict()}
     with pytest.raises(ValueError, match="`config.pad_token_id` is None; set it, or pass `labels`"):
         model.config.pad_token_id = None
