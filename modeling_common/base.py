@@ -45,6 +45,23 @@ def trunc_normal_(tensor: torch.Tensor, **options: Any) -> None:
         init.trunc_normal_(tensor, **options)
 
 
+def make_embedding(rows: int, width: int, zero_row: int | None) -> nn.Embedding:
+    """Return an embedding for whose `zero_row`, if any, `clear_row` sets the initial weights to 0, as in fairseq.
+
+    The row is trained as every other: tokens that a mask drops have no gradient, and the padding token can change.
+    """
+    embedding: Any = nn.Embedding(rows, width)
+    embedding.zero_row = zero_row if zero_row is not None and 0 <= zero_row < rows else None
+    return embedding
+
+
+def clear_row(module: nn.Module) -> None:
+    """Set the `zero_row` of a new embedding to 0."""
+    row, weight = getattr(module, "zero_row", None), getattr(module, "weight", None)
+    if row is not None and not getattr(weight, "_is_hf_initialized", False):
+        init.zeros_(weight[row])
+
+
 class CommonPreTrainedModel(PreTrainedModel):
     """Base of the `PreTrainedModel` of each family."""
 
@@ -189,6 +206,7 @@ class BodyMixin(ModelMixin):
     * `weight_options`: keyword arguments that request attention weights.
     * `uses_positions`: whether the model uses `position_ids`; else they only mark boundaries of sequences.
     * `returns_cached_weights`: whether attention to a filled cache returns its weights.
+    * `reads_target`: whether tokens without a mask are the target of an encoder-decoder, see `find_target_mask`.
     * `packs`: whether the model has a packed sequence P.
     * `has_read_types`: whether the values of a batch of token types have been checked.
     * `closes_gaps`: whether layers require the kept positions of a row to follow each other, as moving averages do.
@@ -201,6 +219,7 @@ class BodyMixin(ModelMixin):
     weight_options: tuple[str, ...] = ("output_attentions",)
     uses_positions = False
     returns_cached_weights = False
+    reads_target = False
     packs = False
     has_read_types = False
     closes_gaps: bool = True
@@ -236,6 +255,6 @@ class BodyMixin(ModelMixin):
         for name, value in self.built_with.items():
             if getattr(self.config, name) != value:
                 raise ValueError(
-                    f"`config.{name}` has been changed to {not value} after the construction of the model; create it "
-                    "with this value"
+                    f"`config.{name}` has been changed to {getattr(self.config, name)} after the construction of the "
+                    "model; create it with this value"
                 )

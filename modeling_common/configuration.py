@@ -22,6 +22,8 @@ MOST = 2**31 - 1
 # Largest attention chunk: memory grows with the square of the chunk size.
 MOST_IN_CHUNK = 2**20
 MOST_LAYERS = 2**16
+# Tokens that have one id in an encoder-decoder and in its two sides.
+TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 # The last commit with the fields in `removed_fields`.
 LAST_COMMIT = "20c2b5c3"
 
@@ -103,8 +105,10 @@ class SharedConfig(ConfigMixin):
         zero_fields: numbers of something that the model may also not have.
         input_fields: for each field of certain inputs, the values of `input_type` that use it. With others it must have
             its default, which saved configurations contain.
+        stored_fields: fields whose value belongs to the weights, so that no change of another field derives it again.
     """
 
+    __slots__ = ("_sides", "_whole")  # links between configurations, which are no fields
     default_fields: dict[str, str] = {}
     decoder_fields: dict[str, str] = {}
     # TRL requires the attribute. Read-only, because all configurations share it.
@@ -114,6 +118,7 @@ class SharedConfig(ConfigMixin):
     removed_fields: ClassVar[dict[str, tuple[Any, str]]] = {}
     zero_fields: ClassVar[frozenset[str]] = frozenset()
     input_fields: ClassVar[dict[str, tuple[str, ...]]] = {}
+    stored_fields: ClassVar[frozenset[str]] = frozenset()
     # Writes the code of the models to a folder, and returns the entries of `auto_map`.
     code_writer: ClassVar[Callable[["SharedConfig", str | os.PathLike[str]], dict[str, str]]]
     if TYPE_CHECKING:  # fields of every family
@@ -128,6 +133,8 @@ class SharedConfig(ConfigMixin):
         share_encoder_decoder_embeddings: bool | None
         decoder_vocab_size: int | None
         decoder_start_token_id: int | None
+        _sides: tuple[Any, Any]
+        _whole: Any
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name, (supported, advice) in self.removed_fields.items():
@@ -147,6 +154,27 @@ class SharedConfig(ConfigMixin):
         if auto_map:
             kwargs["auto_map"] = auto_map
         super().__post_init__(**kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a field, also in the configurations of the encoder and the decoder of a model, see `sides`."""
+        whole, sides = getattr(self, "_whole", None), self._linked()
+        if whole is not None and name in TOKEN_IDS:
+            setattr(whole, name, value)
+        if not sides:
+            super().__setattr__(name, value)
+            return
+        earlier = self.encoder_config, self.decoder_config
+        super().__setattr__(name, value)
+        for side, old, new in zip(sides, earlier, (self.encoder_config, self.decoder_config), strict=True):
+            vars(side).update(item for item in vars(new).items() if item not in vars(old).items())
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
+        """Return a configuration; a keyword argument that is None asks for the default, as in the constructor."""
+        unset = {item.name for item in dataclasses.fields(cls) if item.default is None}
+        absent = {name for name, value in kwargs.items() if value is None and name in unset}
+        kwargs = {name: value for name, value in kwargs.items() if name not in absent}
+        return super().from_dict(config_dict | dict.fromkeys(absent), **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
@@ -186,18 +214,19 @@ class SharedConfig(ConfigMixin):
         """Update fields from `"name=value,name=value"`.
 
         A field that has the value derived from other fields, such as `num_pack_attention_heads`, is derived again
-        unless the string contains it.
+        unless the string contains it or it belongs to the weights (`stored_fields`).
 
         Raises:
             ValueError: the string contains an unknown field, or the resulting fields do not fit together.
         """
         given = {part.partition("=")[0] for part in update_str.split(",")}
-        given = {self.attribute_map.get(name, name) for name in given}
+        given = {self.attribute_map.get(name, name) for name in given} | self.stored_fields
         unset = [item.name for item in dataclasses.fields(self) if item.default is None and item.name not in given]
         rebuilt = {name: type(self).from_dict(self.to_dict() | {name: None}) for name in unset}
         derived = [name for name in unset if getattr(rebuilt[name], name) == getattr(self, name)]
         super().update_from_string(update_str)
-        vars(self).update(vars(type(self).from_dict(self.to_dict() | dict.fromkeys(derived))))
+        for name, value in vars(type(self).from_dict(self.to_dict() | dict.fromkeys(derived))).items():
+            setattr(self, name, value)
 
     @classmethod
     def with_encoder(cls) -> Any:
@@ -250,10 +279,27 @@ class SharedConfig(ConfigMixin):
         return self.tie_word_embeddings and self.decoder_vocab_size in (None, self.vocab_size)
 
     @property
+    def sides(self) -> tuple[Self, Self]:
+        """The configurations of the encoder and the decoder of models, which follow later changes of this one.
+
+        Changes of their `TOKEN_IDS` also change this one.
+        """
+        if not self._linked():
+            self._sides = self.encoder_config, self.decoder_config
+            for side in self._sides:
+                side._whole = self
+        return self._sides
+
+    def _linked(self) -> tuple[Any, ...]:
+        """Return the configurations that follow this one; a shallow copy of this one has none."""
+        sides: tuple[Any, ...] = getattr(self, "_sides", ())
+        return sides if sides and sides[0]._whole is self else ()
+
+    @property
     def encoder_config(self) -> Self:
         """The configuration of the encoder of an encoder-decoder."""
-        config = copy.deepcopy(self)
-        config.__class__ = self.side_class or type(self)  # type: ignore[assignment]
+        config = object.__new__(self.side_class or type(self))
+        vars(config).update(copy.deepcopy(vars(self)))  # without the links
         config.is_encoder_decoder = config.is_decoder = config.add_cross_attention = False
         vars(config).pop("auto_map", None)  # names the code of the encoder-decoder
         return config
@@ -280,6 +326,7 @@ class SharedConfig(ConfigMixin):
             return self
         config = copy.deepcopy(self)
         config.vocab_size = self.decoder_vocab_size
+        config._whole = self  # Trainer sets token ids of the configuration that this returns
         return config
 
     def _check_choices(self, choices: Mapping[str, tuple[str | None, ...]]) -> None:
@@ -326,15 +373,6 @@ class SharedConfig(ConfigMixin):
             if not 0.0 <= getattr(self, field) < float("inf"):
                 raise ValueError(f"{field} must be a number of at least 0, got {getattr(self, field)}")
 
-    def _check_padding(self, needed: bool = True) -> None:
-        """Raise `ValueError` if `pad_token_id` is outside the vocabulary, or if it is `needed` but None."""
-        if self.input_type != "tokens" or self.pad_token_id is None and not needed:
-            return
-        if self.pad_token_id is None or not 0 <= self.pad_token_id < self.vocab_size:
-            raise ValueError(
-                f"pad_token_id must be a token of the vocabulary (0 to {self.vocab_size - 1}), got {self.pad_token_id}"
-            )
-
     def _check_sides(self) -> None:
         """Raise `ValueError` for invalid combinations of the fields of decoders and encoder-decoders."""
         if self.add_cross_attention and not self.is_decoder:
@@ -362,11 +400,6 @@ class SharedConfig(ConfigMixin):
         if start is None or not 0 <= start < vocabulary:
             raise ValueError(
                 f"decoder_start_token_id must be a token of the target vocabulary (0 to {vocabulary - 1}), got {start}"
-            )
-        if start == self.pad_token_id:
-            raise ValueError(
-                f"decoder_start_token_id and pad_token_id are both {start}, and the mask drops padding; use another "
-                "decoder_start_token_id"
             )
 
 

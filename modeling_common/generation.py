@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from luna_mega.modeling_common.base import CommonPreTrainedModel, accept_past_key_values
 from luna_mega.modeling_common.cache import check_class, keep_derived, new_cache
-from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
+from luna_mega.modeling_common.masks import drop_if_full, find_mask, find_target_mask, read_mask
 
 logger = logging.get_logger(__name__)
 
@@ -56,7 +56,7 @@ class StateGenerationMixin(GenerativeMixin):
         elif name == "input_ids":
             known = (model_kwargs.get(key) for key in ("attention_mask", "encoder_outputs"))
             if all(value is None for value in known):
-                model_kwargs["attention_mask"] = drop_if_full(inputs != self.config.pad_token_id)
+                model_kwargs["attention_mask"] = drop_if_full(find_mask(inputs, self.get_encoder().config))
         return inputs, name, model_kwargs
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
@@ -229,7 +229,7 @@ class Seq2SeqGenerationMixin(StateGenerationMixin):
         parent: Any = super()
         target, model_kwargs = parent._prepare_decoder_input_ids_for_generation(*args, **kwargs)
         if model_kwargs.get("decoder_attention_mask") is None:
-            mask = find_mask(target, self.get_decoder().config)
+            mask = find_target_mask(target, self.get_decoder().config)
             model_kwargs["decoder_attention_mask"] = torch.ones_like(target) if mask is None else mask.long()
         mask, cache = model_kwargs["decoder_attention_mask"], model_kwargs.get("cache")
         check_prompt(target, mask, cache, "decoder_attention_mask", "decoder_input_ids")

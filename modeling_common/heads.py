@@ -35,12 +35,20 @@ from luna_mega.modeling_common.padding_free import find_starts
 logger = logging.get_logger(__name__)
 
 
-def find_kept(config: PreTrainedConfig, inputs: Mapping[str, Any], length: int) -> torch.Tensor | None:
-    """Return the bool mask `[B, T]` of the last T positions of `inputs`, as the body applies it; None = all."""
+def find_kept(
+    config: PreTrainedConfig,
+    inputs: Mapping[str, Any],
+    length: int,
+    find: Callable[[torch.Tensor, PreTrainedConfig], torch.Tensor | None] = find_mask,
+) -> torch.Tensor | None:
+    """Return the bool mask `[B, T]` of the last T positions of `inputs`, as the body applies it; None = all.
+
+    `find` infers the mask from tokens.
+    """
     if (mask := inputs.get("attention_mask")) is not None:
         return read_mask("attention_mask", mask[:, -length:], drop_full=True)
     input_ids = inputs.get("input_ids")
-    return None if input_ids is None else drop_if_full(find_mask(input_ids, config))
+    return None if input_ids is None else drop_if_full(find(input_ids, config))
 
 
 def checked_loss(compute: Callable[[], Any], labels: torch.Tensor, count: int) -> Any:

@@ -21,7 +21,7 @@ from luna_mega.modeling_common.arguments import (
 from luna_mega.modeling_common.base import BodyMixin
 from luna_mega.modeling_common.cache import StateCache, begin_cache, split_cache
 from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout, close_gaps
-from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, read_mask
+from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, find_target_mask, read_mask
 from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, find_padding_free, unpad
 
 
@@ -122,7 +122,8 @@ def prepare(
     if mask is not None:
         mask = read_mask("attention_mask", mask, drop_full=True)
     elif input_ids is not None:
-        mask = drop_if_full(find_mask(input_ids, config))
+        find = find_target_mask if model.reads_target and not seen else find_mask
+        mask = drop_if_full(find(input_ids, config))
     if cache is not None:
         cache.check(config, given)
     shape = (given.shape[0], given.shape[1] if grid is None else grid[0] * grid[1])
@@ -202,11 +203,18 @@ def embed(model: BodyMixin, inputs: Inputs) -> torch.Tensor:
         given = module.clean(given, inputs.mask) if given.dim() == 4 else clean(given, inputs.mask)
     if inputs.embedded:
         return inputs.layout.gather(given)
+    pad, count = model.config.pad_token_id, model.config.vocab_size
+    if inputs.mask is not None and pad is not None and not 0 <= pad < count and not given.is_floating_point():
+        given = given.masked_fill(~inputs.mask, 0)
     try:
-        return inputs.layout.gather(module(given))
+        embedded: torch.Tensor = inputs.layout.gather(module(given))
     except IndexError:  # only on a CPU: a GPU would have to wait
-        check_tokens(given, model.config.vocab_size)
+        check_tokens(given, count)
         raise
+    if inputs.layout.mask is None or given.is_floating_point() or not embedded.requires_grad:
+        return embedded
+    # No loss depends on the embedding of padding, also if it is computed from states at padding.
+    return torch.where(inputs.layout.mask[..., None], embedded, embedded.detach())
 
 
 def scatter_states(inputs: Inputs, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -18,8 +18,9 @@ IGNORED = -100
 def shift_right(labels: torch.Tensor, start: int, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return decoder inputs for labels, and the bool mask of those that are no padding, `[B, T]` each.
 
-    The input is the previous label, or `start` before the first one. Labels of -100 are padding on either side or
-    between the others; their inputs are `pad`, except that the last label is also the input of the position after it.
+    The input is the previous label, or `start` before the first one, which is no padding even if it equals `pad`.
+    Labels of -100 are padding on either side or between the others; their inputs are `pad`, except that the last label
+    is also the input of the position after it.
     """
     counted = labels != IGNORED
     columns = torch.arange(labels.shape[1], device=labels.device)

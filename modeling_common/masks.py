@@ -1,6 +1,7 @@
 """Masks of the caller (1 = keep), which models convert to bool."""
 
 import torch
+from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
@@ -64,6 +65,19 @@ def find_mask(input_ids: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor
             "attention mask from `input_ids`; pass `attention_mask` if the batch has padding."
         )
     return None
+
+
+def find_target_mask(input_ids: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor | None:
+    """Return the bool mask of a target from its beginning: `find_mask`, but it keeps the start token.
+
+    If `decoder_start_token_id` is also the padding token, as in T5 and Marian, the start token is the last of those
+    before the first other token. Those before it are padding on the left.
+    """
+    mask = find_mask(input_ids, config)
+    if mask is None or config.decoder_start_token_id != config.pad_token_id:
+        return mask
+    before = mask.cumsum(dim=1) == 0
+    return mask | (before & ~nn.functional.pad(before[:, 1:], (0, 1)))
 
 
 def drop_if_full(mask: torch.Tensor | None) -> torch.Tensor | None:

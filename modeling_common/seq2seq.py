@@ -19,7 +19,7 @@ from luna_mega.modeling_common.labels import (
     keep_positions,
     shift_right,
 )
-from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
+from luna_mega.modeling_common.masks import drop_if_full, find_mask, find_target_mask, read_mask
 
 
 class EncoderDecoder(ModelMixin):
@@ -65,8 +65,8 @@ class Seq2SeqBody(EncoderDecoder):
         super().__init__(config)
         if not config.shares_embeddings:
             self._tied_weights_keys = {}
-        sides = config.encoder_config, config.decoder_config
-        self.encoder, self.decoder = (self.body_class(side, **self.body_options) for side in sides)
+        self.encoder, self.decoder = (self.body_class(side, **self.body_options) for side in config.sides)
+        self.decoder.reads_target = True
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -100,7 +100,8 @@ class Seq2SeqBody(EncoderDecoder):
             attention_mask: `[B, S]`, 1 = keep, 0 = drop. None = the mask of `encoder_outputs` if it has one, else all
                 positions, with `input_ids` all that are not `pad_token_id`.
             decoder_input_ids: `[B, T]`, tokens of the target, which starts with `decoder_start_token_id`.
-            decoder_attention_mask: `[B, T]`, mask of the target.
+            decoder_attention_mask: `[B, T]`, mask of the target. None = all positions, with `decoder_input_ids` all
+                that are not `pad_token_id`, except a `decoder_start_token_id` before the first other token.
             encoder_outputs: outputs of the encoder, instead of a source.
             cache: cache of the previous positions, which is updated in place. It contains the source.
             inputs_embeds: `[B, S, d]`, embeddings instead of `input_ids`.
@@ -138,12 +139,6 @@ class Seq2SeqBody(EncoderDecoder):
         self, options: dict[str, Any], use_cache: bool | None, *targets: torch.Tensor | None
     ) -> dict[str, Any]:
         """Return `options` of encoder and decoder with defaults, after checking that one of the `targets` is given."""
-        pad = self.config.pad_token_id
-        if not pad == self.encoder.config.pad_token_id == self.decoder.config.pad_token_id:
-            raise ValueError(
-                f"`config.pad_token_id` has been changed to {pad} after the construction of the model; set it in the "
-                "configurations of `get_encoder()` and `get_decoder()` too"
-            )
         if options.pop("position_ids", None) is not None:
             raise ValueError(
                 "`position_ids` is ambiguous for an encoder-decoder; omit it (Luna has `decoder_position_ids`)"
@@ -229,6 +224,8 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
 
     def prepare_decoder_input_ids_from_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Return decoder inputs `[B, T]` for labels `[B, T]`, see `shift_right`."""
+        if self.config.pad_token_id is None:
+            raise ValueError("`config.pad_token_id` is None; set it, or pass `labels` without `decoder_input_ids`")
         return shift_right(labels, self.config.decoder_start_token_id, self.config.pad_token_id)[0]
 
     @accept_past_key_values
@@ -259,6 +256,8 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
             ValueError: As in the model without a head, and if labels do not match the positions of `logits_to_keep`.
         """
         if labels is not None:
+            filled = isinstance(cache, EncoderDecoderCache) and cache.get_seq_length() > 0
+            find = find_mask if filled else find_target_mask
             decoder_input_ids, decoder_attention_mask = self.read_target(
                 labels, decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds, logits_to_keep
             )
@@ -279,7 +278,7 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         logits = self.lm_head(hidden_states)
         if labels is not None:
             target = {"input_ids": decoder_input_ids, "attention_mask": decoder_attention_mask}
-            mask = find_kept(self.get_decoder().config, target, outputs.last_hidden_state.shape[1])
+            mask = find_kept(self.get_decoder().config, target, outputs.last_hidden_state.shape[1], find)
             counted = count_kept(labels, None if mask is None else keep_positions(mask, logits_to_keep)).contiguous()
             options = {"logits": logits, "labels": counted, "vocab_size": logits.shape[-1], **kwargs}
             loss = checked_loss(lambda: self.loss_function(**options), counted, logits.shape[-1])
@@ -303,7 +302,10 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         check_token_labels(labels, logits_to_keep, labels=labels)
         check_ids("labels", labels, self.get_decoder().config.vocab_size)  # they are the inputs of the decoder
         start, config = self.config.decoder_start_token_id, self.get_decoder().config
-        input_ids, kept = shift_right(labels, start, config.pad_token_id)
-        if attention_mask is None and find_mask(input_ids, config) is None:
-            attention_mask = kept
+        pad = start if config.pad_token_id is None else config.pad_token_id
+        input_ids, kept = shift_right(labels, start, pad)
+        tokens = find_mask(input_ids, config)
+        if attention_mask is None and (tokens is None or start == pad):
+            # Unlike in `find_target_mask`, the start token is known.
+            attention_mask = kept if tokens is None else kept & (tokens | (kept.cumsum(dim=1) == 1))
         return input_ids, attention_mask

@@ -1,6 +1,6 @@
 """Configuration of the Luna models."""
 
-from typing import Any
+from typing import Any, cast
 
 from transformers.configuration_utils import PreTrainedConfig
 
@@ -85,8 +85,10 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         classifier_bias: the last layer of the classification head has a bias.
         pair_features: features of the sequences a and b of a pair: `"concat"` [b, a] (the order of the 2021 LRA
             code) or `"interaction"` [a, b, a * b, a - b].
-        pad_token_id: also fixes the first learned or sinusoidal position, `pad_token_id` + 1, as in fairseq.
-        first_position: first position; None = `pad_token_id` + 1. 0 saves rows if `pad_token_id` is large.
+        pad_token_id: without an `attention_mask` these tokens are padding; None = no token is. It can be changed at any
+            time, also in a model.
+        first_position: first learned or sinusoidal position; None = `pad_token_id` + 1, as in fairseq. It is saved, and
+            later changes of `pad_token_id` keep it. 0 saves rows if `pad_token_id` is large.
         tie_word_embeddings: the masked-LM output weight is the embedding.
         sparse_prediction: in training, the masked-LM head computes logits only for the M predicted positions,
             `[M, vocab_size]`, which reduces cost and memory.
@@ -123,6 +125,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     }  # fmt: skip
     decoder_fields = DECODER_FIELDS
     removed_fields = REMOVED_FIELDS
+    stored_fields = frozenset({"first_position"})
     attribute_map = {
         "d_model": "hidden_size", "encoder_layers": "num_hidden_layers", "activation": "hidden_act",
         "dropout_prob": "dropout", "attention_probs_dropout_prob": "attention_dropout",
@@ -196,6 +199,8 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.scale_embedding is None:
             self.scale_embedding = self.position_embedding_type == "sinusoidal"
+        if self.first_position is None:
+            self.first_position = 0 if self.input_type == "values" else (self.pad_token_id or 0) + 1
         for field in ("dynamic_projection_length", "contextual_projection"):
             if getattr(self, field) is None:
                 setattr(self, field, not self.learns_causal_projection)
@@ -216,10 +221,8 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
 
     @property
     def position_offset(self) -> int:
-        """Row of the position table that the first token uses: `pad_token_id` + 1 for tokens, 0 for real values."""
-        if self.first_position is not None:
-            return self.first_position
-        return 0 if self.input_type == "values" else (self.pad_token_id or 0) + 1
+        """Row of the position table that the first token uses."""
+        return cast(int, self.first_position)
 
     @property
     def longest_input(self) -> int | None:
@@ -264,7 +267,6 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
             "dropout", "attention_dropout", "activation_dropout", "layerdrop", "classifier_dropout", "word_dropout"
         )
         self._check_deviations("layer_norm_eps", "initializer_range")
-        self._check_padding()
         for field in ("num_attention_heads", "num_pack_attention_heads"):
             if self.hidden_size % getattr(self, field):
                 raise ValueError(

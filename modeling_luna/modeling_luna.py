@@ -42,7 +42,13 @@ from luna_mega.kernels.api import (
 )
 from luna_mega.kernels.support import Dropout, forbid_capture, in_program
 from luna_mega.modeling_common.arguments import HeadKwargs, ModelKwargs
-from luna_mega.modeling_common.base import BodyMixin, CommonPreTrainedModel, accept_past_key_values
+from luna_mega.modeling_common.base import (
+    BodyMixin,
+    CommonPreTrainedModel,
+    accept_past_key_values,
+    clear_row,
+    make_embedding,
+)
 from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache, layer_caches
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.heads import (
@@ -161,13 +167,12 @@ class LunaEmbeddings(nn.Module):
         self.config = config
         width, narrow = config.hidden_size, cast(int, config.embedding_size)
         if config.input_type == "tokens":
-            self.word_embeddings = nn.Embedding(config.vocab_size, narrow, padding_idx=padding_token(config))
+            self.word_embeddings = make_embedding(config.vocab_size, narrow, padding_token(config))
         else:
             self.value_embeddings = ValueEmbeddings(width, config.num_channels)
         if config.position_embedding_type == "learned":
             rows = config.max_position_embeddings + config.position_offset
-            padding_row = config.position_offset - 1 if config.position_offset else None
-            self.position_embeddings = nn.Embedding(rows, narrow, padding_idx=padding_row)
+            self.position_embeddings = make_embedding(rows, narrow, config.position_offset - 1)
         if config.type_vocab_size:
             self.token_type_embeddings = nn.Embedding(config.type_vocab_size, narrow)
         # A decoder has the P of its encoder.
@@ -714,11 +719,10 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
             init.normal_(module.packed_embeddings, std=self.embedding_range)
         elif isinstance(module, nn.Embedding) and self.config.scale_embedding:
             init.normal_(module.weight, std=self.embedding_range)
-            if module.padding_idx is not None:
-                init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, ValueEmbeddings):
             init.normal_(module.weight, std=self.config.initializer_range)
             init.zeros_(module.bias)
+        clear_row(module)
 
 
 def number_positions(config: LunaConfig, inputs: Inputs) -> torch.Tensor:
@@ -821,6 +825,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
 
     def __init__(self, config: LunaConfig):
         super().__init__(config)
+        self.built_with["first_position"] = config.first_position
         self.embeddings = LunaEmbeddings(config)
         if config.is_decoder:
             self.decoder = LunaStack(config, LunaDecoderLayer)
@@ -840,15 +845,6 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
     @property
     def input_width(self) -> int:
         return cast(int, self.config.embedding_size)
-
-    def check_built(self) -> None:
-        super().check_built()
-        first = self.embeddings.offset
-        if self.config.position_embedding_type != "none" and self.config.position_offset != first:
-            raise ValueError(
-                f"`config.pad_token_id` has been changed to {self.config.pad_token_id} after the construction of the "
-                f"model, which determines the first position; also set `config.first_position = {first}` to keep it"
-            )
 
     @accept_past_key_values
     @capture_outputs

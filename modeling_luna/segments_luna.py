@@ -1,11 +1,10 @@
 """Encode documents of any length with constant memory: P is passed from segment to segment (section 6)."""
 
 from collections.abc import Iterator
-from typing import cast
 
 import torch
 
-from luna_mega.modeling_common.masks import read_mask
+from luna_mega.modeling_common.masks import find_mask, read_mask
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput
 
 
@@ -46,7 +45,9 @@ def read_segments(
             raise ValueError(f"`{name}` must be at least 1, got {value}")
     mask = read_mask("attention_mask", attention_mask)
     if mask is None:
-        mask = input_ids.ne(cast(int, model.config.pad_token_id))
+        mask = find_mask(input_ids, model.config)
+    if mask is None:
+        mask = torch.ones_like(input_ids, dtype=torch.bool)
     if (~mask[:, :-1] & mask[:, 1:]).any():
         raise ValueError("`attention_mask` has padding before a token; pad on the right (padding_side='right')")
     for index, start in enumerate(range(0, input_ids.shape[1], segment_length)):

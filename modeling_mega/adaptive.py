@@ -126,8 +126,8 @@ class MegaAdaptiveSoftmax(nn.Module):
         else:
             factor, inner = config.adaptive_softmax_factor, width
         self.edges, widths = _bands(config.adaptive_softmax_cutoffs, config.vocab_size, inner, factor)
-        # The original loss ignores the token of each tail whose index within the tail equals `pad_token_id`.
-        self.left_out = config.pad_token_id if config.legacy_adaptive_loss else -100
+        # The original loss ignores the token of each tail whose index within the tail is the padding token of fairseq.
+        self.left_out = 1 if config.legacy_adaptive_loss else -100
         self.dropout = nn.Dropout(config.adaptive_softmax_dropout)
         first, *sizes = (end - start for start, end in pairwise(self.edges))
         self.head = nn.Linear(width, len(sizes) if self.tied else first + len(sizes), bias=False)

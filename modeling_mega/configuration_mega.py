@@ -73,7 +73,9 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         classifier_dropout: Dropout before each layer of the classification head. None = `hidden_dropout_prob`.
         add_lm_hidden_dense_layer: The language-model heads have a dense layer with tanh.
         num_attention_heads: Always 1. The field exists in files of transformers v4.
-        is_decoder: Causal attention, for `MegaForCausalLM`. With `pad_token_id=None`, padding requires a mask.
+        pad_token_id: Without an `attention_mask` these tokens are padding. None = no token is. It can be changed at
+            any time, also in a model.
+        is_decoder: Causal attention, for `MegaForCausalLM`.
         add_cross_attention: A decoder attends to `encoder_hidden_states`. Requires `is_decoder=True`.
 
         input_type: `"tokens"` (`input_ids`), `"values"` (`input_values`, real numbers, such as pixels or audio) or
@@ -321,7 +323,6 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
             "classifier_dropout", "adaptive_softmax_dropout", "drop_path_rate",
         )  # fmt: skip
         self._check_deviations("initializer_range", "ema_delta_alpha_range", "ema_beta_range", "ema_gamma_omega_range")
-        self._check_padding(needed=not self.is_decoder or self.legacy_adaptive_loss)
         if self.use_chunking and self.chunk_size < 1:
             raise ValueError(f"use_chunking needs a chunk_size of at least 1, got {self.chunk_size}")
         if self.use_chunking:

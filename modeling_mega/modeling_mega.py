@@ -52,7 +52,9 @@ from luna_mega.modeling_common.base import (
     CommonPreTrainedModel,
     StateRecorder,
     accept_past_key_values,
+    clear_row,
     exact_dtype,
+    make_embedding,
     trunc_normal_,
 )
 from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache, layer_caches
@@ -382,7 +384,7 @@ class MegaEmbeddings(nn.Module):
             self.word_embeddings = MegaAdaptiveEmbedding(config)
         else:
             size = config.embedding_size or config.hidden_size
-            self.word_embeddings = nn.Embedding(config.vocab_size, size, padding_idx=padding_token(config))
+            self.word_embeddings = make_embedding(config.vocab_size, size, padding_token(config))
             if size != config.hidden_size:
                 self.projection = nn.Linear(size, config.hidden_size, bias=False)
         if config.add_token_type_embeddings:
@@ -795,8 +797,6 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
         elif isinstance(module, nn.Embedding) and config.scale_embedding:
             # `scale_embedding` multiplies by sqrt(d), so that entries are around 1.
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
-            if module.padding_idx is not None:
-                init.zeros_(module.weight[module.padding_idx])
         elif isinstance(module, nn.Conv2d):  # patch embeddings
             bound = module.weight[0].numel() ** -0.5
             for parameter in module.parameters():
@@ -806,6 +806,7 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
         elif isinstance(module, ValueEmbeddings):
             init.normal_(module.weight, std=cast(int, config.num_channels) ** -0.5)
             init.normal_(module.bias, std=0.1)
+        clear_row(module)
 
 
 class MegaModel(BodyMixin, MegaPreTrainedModel):
@@ -815,6 +816,8 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
 
     def __init__(self, config: MegaConfig, add_pooling_layer: bool = True):
         super().__init__(config)
+        if config.legacy_bias_table:
+            self.built_with["chunk_size"] = config.chunk_size  # the center of the table
         self.closes_gaps = config.input_type != "patches"  # patches keep their places in the image
         self.embedding_layer = MegaEmbeddings(config)
         self.embedding_norm = MegaSequenceNorm(config, config.norm_affine) if config.embedding_norm else None

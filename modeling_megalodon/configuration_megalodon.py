@@ -51,7 +51,8 @@ class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
         classifier_num_layers, classifier_hidden_size, classifier_activation, classifier_bias, classifier_dropout: Dense
             layers of the classification head, their width (None = d) and activation, the bias of its last layer, and
             the dropout before each (None = `hidden_dropout_prob`).
-        pad_token_id: Without an `attention_mask` these tokens are padding. None = no token is.
+        pad_token_id: Without an `attention_mask` these tokens are padding. None = no token is. It can be changed at
+            any time, also in a model.
         bos_token_id, eos_token_id: Those of Llama 2's vocabulary, which the presets have.
         use_cache: Return a cache in evaluation.
 
@@ -132,8 +133,6 @@ class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
             "dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout"
         )
         self._check_deviations("norm_eps")
-        if self.pad_token_id is not None:
-            self._check_padding()
         for field, value in _FIXED.items():
             if getattr(self, field) != value:
                 raise ValueError(f"`{field}` must be {value!r} for Megalodon, got {getattr(self, field)!r}; omit it")

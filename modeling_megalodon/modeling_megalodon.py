@@ -101,14 +101,14 @@ class MegalodonRotary(nn.Module):
 
     def __init__(self, config: MegalodonConfig):
         super().__init__()
-        self.chunk_size, self.base = config.chunk_size, config.rope_theta
+        self.config = config  # of a loaded model, `chunk_size` can be changed
         width = config.shared_representation_size // config.num_attention_heads
         # Persistent: checkpoints in half precision have different frequencies.
         self.register_buffer("freqs", self.frequencies(width))
 
     def frequencies(self, width: int) -> torch.Tensor:
         """Return the angles per position of `width / 2` pairs of features."""
-        return 1.0 / self.base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+        return 1.0 / self.config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
 
     def forward(self, x: torch.Tensor, layout: Layout, cache: MegalodonCacheLayer | None) -> Rotation:
         """Return the two factors of `rotate`, `[B or 1, T, 1, z / 2 H, 2]`, for the positions of `x` after `cache`.
@@ -117,7 +117,7 @@ class MegalodonRotary(nn.Module):
         """
         start = layout.start() if cache is None else cache.start(layout.mask)
         freqs, positions = upcast(self.freqs), layout.columns_from(start, x)
-        angles = (positions % self.chunk_size)[..., None, None].to(freqs.dtype) * freqs
+        angles = (positions % self.config.chunk_size)[..., None, None].to(freqs.dtype) * freqs
         cosine, sine = angles.cos(), angles.sin()
         return torch.stack((cosine, cosine), -1), torch.stack((-sine, sine), -1)
 
@@ -135,7 +135,7 @@ class MegalodonChunkAttention(nn.Module):
     def __init__(self, config: MegalodonConfig):
         super().__init__()
         self.config = config
-        self.chunk_size, self.dropout = config.chunk_size, Dropout(config.attention_probs_dropout_prob)
+        self.dropout = Dropout(config.attention_probs_dropout_prob)
         self.heads = config.num_attention_heads
         self.size = config.shared_representation_size // self.heads
 
@@ -152,7 +152,7 @@ class MegalodonChunkAttention(nn.Module):
         """Return `[B, T, v]`, and with `output_weights` the weights `[B, H, chunks, C, C]`."""
         # The op divides scores by the square root of the width, but normalized attention does not.
         query, key = rotate(query, rotation) * math.sqrt(self.size), rotate(key, rotation)
-        chunk = self.chunk_size
+        chunk = self.config.chunk_size
         if cache is None:
             window = KeyWindow(key, value, chunk, **layout.key_rows())
         else:

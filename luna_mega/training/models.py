@@ -116,7 +116,8 @@ def make_config(
                     values |= type_fields(tokenizer, config)
                 values["vocab_size"] = largest_id(tokenizer) + 1
                 values |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-                values["max_position_embeddings"] += first_position(config.model_type, tokenizer.pad_token_id)
+                pad = overrides.get("pad_token_id", tokenizer.pad_token_id)
+                values["max_position_embeddings"] += first_position(config.model_type, pad)
         overrides = _matching(overrides, config, model)
         values = {name: value for name, value in values.items() if hasattr(config, name)}
         # A field can have two names, such as max_position_embeddings and Mega's max_positions; the last value is used.
@@ -135,8 +136,6 @@ def make_config(
     if tokenizer is not None:
         if (largest := largest_id(tokenizer)) >= config.vocab_size:
             fail(f"the tokenizer has token id {largest}, but the model has vocab_size={config.vocab_size}")
-        if tokenizer.pad_token_id != config.pad_token_id:
-            fail(f"the tokenizer pads with id {tokenizer.pad_token_id}, but the model with {config.pad_token_id}")
         # A tokenizer of run_mlm.py has the block size as its maximum.
         longest = max(tokenizer.model_max_length, max_length)
         tokenizer.model_max_length = int(min(longest, longest_input(config)))

@@ -83,7 +83,6 @@ def chosen_backend(folder):
         lambda folder: luna(folder, attention_mask=torch.ones(2, 12)),
         lambda folder: luna_mega.LunaConfig(hidden_size=16, num_attention_heads=3),
         lambda folder: luna_mega.LunaConfig(pooling="first"),
-        lambda folder: luna_mega.LunaConfig(vocab_size=1, pad_token_id=1),
     ],
 )
 def test_exceptions(fault, folder, said):

@@ -118,7 +118,6 @@ ERRORS = {
     "bad choice": (["--config_overrides", "pooling=max"], "pooling must be one of"),
     "small vocabulary": (["--vocab_size", "100"], r"vocab_size \(100\) must be at least 261"),
     "vocabulary above the model's": (["--config_overrides", f"{TINY},vocab_size=200"], "the model has vocab_size=200"),
-    "other padding": (["--config_overrides", f"{TINY},pad_token_id=5"], "pads with id 1, but the model with 5"),
     "no checkpoint": (["--resume_from_checkpoint", "last"], "--resume_from_checkpoint last: no checkpoint there"),
     "early stopping": (["--early_stopping_patience", "2"], "needs --load_best_model_at_end"),
     "strategies": (["--load_best_model_at_end"], "save and eval strategy"),
@@ -129,6 +128,14 @@ ERRORS = {
 @pytest.mark.parametrize(("options", "message"), ERRORS.values(), ids=ERRORS)
 def test_invalid_options_are_one_line(options, message, run, sst2, tmp_path):
     assert_error(run, message, *scratch("sst2", sst2, tmp_path / "out"), *options, output=tmp_path / "out")
+
+
+def test_another_padding_token_than_the_tokenizer(run, sst2, tmp_path):
+    """Trainer sets the tokenizer's; the first position stays that of the configuration."""
+    output = tmp_path / "out"
+    run(*scratch("sst2", sst2, output), "--max_steps", 1, "--config_overrides", f"{TINY},pad_token_id=5")
+    config = json.loads((output / "config.json").read_text(encoding="utf-8"))
+    assert (config["pad_token_id"], config["first_position"]) == (1, 6)
 
 
 def test_nothing_to_do_and_nothing_to_evaluate(run, tmp_path):

@@ -1,12 +1,13 @@
 """A field of a configuration that is changed after the construction of the model has its effect, or raises an error."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
 from transformers import BertConfig, BertModel, EncoderDecoderModel
 
-from . import decoders, luna, mega
+from . import classes, decoders, luna, mega
 
 IDS = torch.tensor([[2, 5, 6, 7, 8], [2, 8, 7, 6, 5]])
 SIZES = {"vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 32}
@@ -17,43 +18,28 @@ ENCODERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["is_decoder", "add_cross_attention"])
-@pytest.mark.parametrize("family", ["luna", "mega", "megalodon"])
+@pytest.mark.parametrize(
+    ("family", "name"), [*product(decoders.FAMILIES, ("is_decoder", "add_cross_attention")), ("luna", "first_position")]
+)
 def test_fields_that_determine_the_modules_cannot_be_changed(family, name):
     """`EncoderDecoderModel` sets `add_cross_attention` of a decoder without the modules, which ignored the source."""
     model = copy.deepcopy(decoders.make_plain(family))
-    setattr(model.config, name, not getattr(model.config, name))
+    setattr(model.config, name, not getattr(model.config, name) if name != "first_position" else 5)
     with pytest.raises(ValueError, match=f"`config.{name}` has been changed to .*; create it with this value"):
         model(IDS)
 
 
-def results(model, ids):
-    """Return the logits of tokens with an inferred mask."""
-    with torch.no_grad():
-        return model(ids, **({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})).logits
-
-
-@pytest.mark.parametrize(("family", "both"), decoders.PLAIN)
-def test_another_padding_token(family, both, tmp_path):
-    """A changed `pad_token_id` drops this token and keeps the positions, also after the model has been saved."""
-    model = decoders.make_plain(family, is_encoder_decoder=both, num_hidden_layers=1)
-    ids = torch.tensor([[5, 6, 7, 8, 9, 9]])
-    model.config.pad_token_id = 9
-    if both:
-        with pytest.raises(ValueError, match=r"`config.pad_token_id` has been changed to 9 .* `get_encoder\(\)` and"):
-            results(model, ids)
-        for side in (model.get_encoder(), model.get_decoder()):
-            side.config.pad_token_id = 9
-    if family == "luna":
-        with pytest.raises(ValueError, match="`config.pad_token_id` has been changed.* `config.first_position = 2`"):
-            results(model, ids)
-        for part in (model, model.get_encoder(), model.get_decoder()) if both else (model,):
-            part.config.first_position = 2
-    found = results(model, ids)
-    torch.testing.assert_close(found[:, :4], results(model, ids[:, :4]))
+@pytest.mark.parametrize("name", ["mega decoder", "mega seq2seq", "megalodon decoder"])
+def test_a_changed_chunk(name, tmp_path):
+    """It has the same effect in the model, in its encoder and decoder, and in the saved folder."""
+    model = classes.DECODERS[name]() if "decoder" in name else classes.SEQ2SEQ[name]()
+    inputs = dict.fromkeys(("input_ids", "decoder_input_ids")[: 1 + model.config.is_encoder_decoder], IDS)
+    before = model(**inputs).logits
+    model.config.update({"use_chunking": True, "chunk_size": 3})
+    changed = model(**inputs).logits
+    assert not torch.equal(changed, before)
     model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, dtype=torch.float64)
-    torch.testing.assert_close(results(loaded, ids), found)
+    assert torch.equal(type(model).from_pretrained(tmp_path)(**inputs).logits, changed)
 
 
 @torch.no_grad()

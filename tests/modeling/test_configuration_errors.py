@@ -32,12 +32,9 @@ BOTH = [
     {"pooling": "max"},
     {"pair_features": "sum"},
     {"classifier_activation": "tanhh"},
-    {"pad_token_id": None},
-    {"pad_token_id": 40},
     {"classifier_num_layers": -1},
 ]
 BOTH_SEQ2SEQ = [
-    ({"decoder_start_token_id": 1}, "are both 1"),
     {"decoder_start_token_id": 40},
     ({"is_decoder": True}, "omit is_decoder"),
     {"input_type": "values"},
@@ -154,7 +151,6 @@ INVALID = {
         ({"add_cross_attention": True}, "must be False"),
         {"input_type": "values"},
         ({"output_size": 7, "tie_word_embeddings": True}, "vocab_size=30"),
-        {"pad_token_id": 30},
         {"dropout_prob": 1.0},
     ],
 }
