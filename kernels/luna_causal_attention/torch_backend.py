@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._custom_operator import register
-from .._export import chunk_positions, in_parts, in_program, lerp
+from .._export import chunk_positions, in_parts, in_program, is_known, lerp
 from ..dropout import dropout_factors, host_seed
 from ..upcast import upcast_dtype
 from . import reference
@@ -24,6 +24,7 @@ INPUTS = (
     "Tensor? pack_mask, Tensor? key_mean, Tensor? value_mean, Tensor? seen, str activation, float dropout, Tensor? seed"
 )
 DIFFERENTIABLE = ("query", "pack_key", "key", "value", "pack_query", "key_mean", "value_mean")
+GRADIENTS = {0: (), 1: ("query", "value", "value_mean"), 2: ("query", "key", "key_mean")}
 
 
 def attend(
@@ -34,7 +35,7 @@ def attend(
     tokens = (query, pack_key, key, value)
     if in_parts():
         return _in_parts(tokens, pack_query, mask, pack_mask, activation, state, dropout)
-    if query.shape[1] == 1:
+    if is_known(query.shape[1] == 1):
         one = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
         output, state = step(*one, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
         return output[:, None], state
@@ -392,6 +393,6 @@ operator = register(
     _backward,
     flops=flops,
     differentiable=DIFFERENTIABLE,
-    gradients=(0, 1, 2),
+    gradients=GRADIENTS,
     parts=parts,
 )
