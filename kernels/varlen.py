@@ -85,7 +85,7 @@ def unpad(x: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
 def locate(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Return the sequence index of every token and its position in the sequence, `[total]` each."""
     token = torch.arange(total, device=cu_seqlens.device)
-    row = torch.searchsorted(cu_seqlens[1:], token, right=True)
+    row = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     return row, token - cu_seqlens[row]
 
 

@@ -239,11 +239,11 @@ class _Block:
         self.packed, self.pack_dropped = _dropped(packed, dropout, generator)
         self.key_sum, self.key_total = self.before(torch.bmm(self.key.mT, self.packed), self.initial_key)
         self.value_sum, self.value_total = self.before(torch.bmm(self.packed.mT, self.value), self.initial_value)
-        self.similarity = torch.bmm(self.query, self.key.mT).tril_()
+        self.similarity = _lower(torch.bmm(self.query, self.key.mT))
         scores = torch.baddbmm(torch.bmm(self.query, self.key_sum), self.similarity, self.packed)
         self.weights = reference.unpack_weights(scores * (self.rate * self.scale), self.masked)
         self.used, self.unpack_dropped = _dropped(self.weights, dropout, generator)
-        self.blend = torch.bmm(self.used, self.packed.mT).tril_()
+        self.blend = _lower(torch.bmm(self.used, self.packed.mT))
 
     def output(self) -> Tensor:
         return torch.baddbmm(torch.bmm(self.used, self.value_sum), self.blend, self.value) * self.rate
@@ -281,6 +281,11 @@ class _Block:
         grad_pack_key = torch.bmm(grad_packed, self.pack_query).view(self.pack_key.shape)
         grad_pack_query = torch.bmm(grad_packed.mT, self.per_row(self.pack_key)) * self.scale
         return grad_query, grad_pack_key, grad_key, grad_value, grad_pack_query, grad_initial_key, grad_initial_value
+
+
+def _lower(x: Tensor) -> Tensor:
+    """Return the lower triangles, in place unless `vmap` may map x: PyTorch would process one matrix at a time."""
+    return x.tril() if in_parts() else x.tril_()
 
 
 def _prefix_sums(x: Tensor) -> Tensor:

@@ -185,8 +185,8 @@ def diagonal_ssm_coefficients(
 
 
 def _pairs(numbers: Tensor | None) -> Tensor | None:
-    """Return complex numbers as real pairs."""
-    return torch.view_as_real(numbers) if numbers is not None and numbers.is_complex() else numbers
+    """Return complex numbers as real pairs; others are unchanged."""
+    return torch.view_as_real(numbers.resolve_conj()) if numbers is not None and numbers.is_complex() else numbers
 
 
 def _numbers(state: Tensor, weight: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ def _parameters(op: str, log_decay: Tensor, phase: Tensor | None, weight: Tensor
     elif phase is not None and weight.shape != (shape if is_complex else (*shape, 2)):
         needed = f"a complex weight {list(shape)} or real pairs {[*shape, 2]} with a phase"
     else:
-        weight = torch.view_as_real(weight) if is_complex else weight
+        weight = torch.view_as_real(weight.resolve_conj()) if is_complex else weight
         return (log_decay, weight) if phase is None else (log_decay, phase, weight)
     raise ValueError(f"{op} needs {needed}, got {weight.dtype} {list(weight.shape)}")
 
