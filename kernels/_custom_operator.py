@@ -4,8 +4,8 @@ Eager mode does not call an operator, because its dispatch and autograd take as 
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from types import NoneType
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType, NoneType
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ PLAIN = frozenset((Tensor, nn.Parameter, NoneType, bool, int, float, str, list))
 def register(
     name: str, inputs: str, outputs: str, forward: Callable[..., Values], fake: Callable[..., Values],
     backward: Callable[..., Sequence[Tensor | None]] | None = None, *, flops: Callable[..., tuple[int, int]],
-    differentiable: Sequence[str] = (), gradients: Sequence[int] = (0,), saved: str = "",
-    save: Callable[[Values, Values], Values] = lambda inputs, outputs: (), parts: Callable[..., Values] | None = None,
+    differentiable: Sequence[str] = (), gradients: Mapping[int, Sequence[str]] = MappingProxyType({0: ()}),
+    saved: str = "", save: Callable[[Values, Values], Values] = lambda inputs, outputs: (),
+    parts: Callable[..., Values] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """Register the operators `name` and `<name>_backward`, and return the function that computes the first one.
 
@@ -47,7 +48,8 @@ def register(
             tensors and all inputs. None = the outputs have no gradient.
         flops: returns the FLOPs of both operators from the inputs by name, counted as in `_flops`.
         differentiable: names of the inputs with a gradient.
-        gradients: indices of the outputs with a gradient.
+        gradients: indices of the outputs with a gradient, and the names of the `differentiable` inputs that do not
+            affect them: an output requires a gradient only if an input that affects it does.
         saved: schema of the results of `save`.
         save: maps (inputs, outputs) to the tensors, lists of tensors and None that the backward pass needs as well.
         parts: computes the outputs with operators of PyTorch, for derivatives of the backward pass; outputs without a
@@ -87,15 +89,18 @@ class _Gradient:
 
     def __init__(
         self, name: str, inputs: str, fake: Callable[..., Values], backward: Callable[..., Sequence[Tensor | None]],
-        flops: Callable[..., tuple[int, int]], differentiable: Sequence[str], gradients: Sequence[int], saved: str,
-        save: Callable[[Values, Values], Values], parts: Callable[..., Values] | None,
+        flops: Callable[..., tuple[int, int]], differentiable: Sequence[str],
+        gradients: Mapping[int, Sequence[str]], saved: str, save: Callable[[Values, Values], Values],
+        parts: Callable[..., Values] | None,
     ) -> None:  # fmt: skip
-        self.name, self.fake, self.gradients, self.save = name, fake, gradients, save
+        self.name, self.fake, self.gradients, self.save = name, fake, tuple(gradients), save
         self.run, self.parts = _without_autocast(backward), parts and _without_autocast(parts)
         types, names = zip(*(argument.split() for argument in inputs.split(", ")), strict=True)
         self.tensors = [place for place, kind in enumerate(types) if kind.startswith("Tensor")]
         self.places = [names.index(name) for name in differentiable]
-        given = ["Tensor grad_0", *(f"Tensor? grad_{index}" for index in gradients[1:]), *([saved] if saved else [])]
+        # For each output, the inputs that affect it.
+        self.causes = {i: [names.index(n) for n in differentiable if n not in apart] for i, apart in gradients.items()}
+        given = ["Tensor grad_0", *(f"Tensor? grad_{i}" for i in self.gradients[1:]), *([saved] if saved else [])]
         self.operator = torch.library.custom_op(
             f"{name}_backward",
             lambda grad, *rest: [_or_empty(x, grad) for x in self.run(grad, *rest)],
@@ -117,8 +122,9 @@ class _Gradient:
         ctx.options = [None if place in self.tensors else x for place, x in enumerate(inputs)]
         ctx.save_for_backward(*flat, *[inputs[place] for place in self.tensors])
         ctx.set_materialize_grads(False)
-        others = [x for index, x in enumerate(output) if index not in self.gradients and isinstance(x, Tensor)]
-        ctx.mark_non_differentiable(*others)
+        needed = ctx.needs_input_grad
+        without = [i for i in range(len(output)) if not any(needed[place] for place in self.causes.get(i, ()))]
+        ctx.mark_non_differentiable(*(output[i] for i in without if isinstance(output[i], Tensor)))
 
     def differentiate(self, ctx: Any, *grads: Any) -> Values:
         """Return the gradients of all inputs, None for those without."""
@@ -157,11 +163,14 @@ def differentiate_parts(
     inputs = [x.view_as(x) if place in places and x is not None else x for place, x in enumerate(inputs)]
     needed = [place for place in places if inputs[place] is not None and inputs[place].requires_grad]
     outputs = parts(*inputs)
-    used = [index for index in gradients if grads[index] is not None]
+    # An output may be data, such as an initial state, or None if it is 0.
+    used = [i for i in gradients if not (grads[i] is None or outputs[i] is None) and outputs[i].requires_grad]
+    if not used:
+        return [None] * len(places)
     found = torch.autograd.grad(
-        [outputs[index] for index in used],
+        [outputs[i] for i in used],
         [inputs[place] for place in needed],
-        [grads[index] for index in used],
+        [grads[i] for i in used],
         create_graph=True,
         allow_unused=True,
         materialize_grads=True,

@@ -60,6 +60,11 @@ def in_program() -> bool:
     return torch.compiler.is_compiling()
 
 
+def is_known(condition: Any) -> bool:
+    """Return a condition on sizes; in a program, whether all sizes meet it, so that no guard is added."""
+    return torch.fx.experimental.symbolic_shapes.statically_known_true(condition) if in_program() else condition
+
+
 def forbid_tracing() -> None:
     """Raise `RuntimeError` while `torch.jit.trace` records operations."""
     if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]

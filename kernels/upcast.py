@@ -1,7 +1,9 @@
-"""Compute in float32, or in float64 for float64 inputs."""
+"""Conversions of tensors: to float32, or float64 for float64 inputs, and to complex numbers."""
 
 import torch
 from torch import Tensor
+
+from ._export import is_eager
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -15,3 +17,11 @@ def upcast_dtype(*tensors: Tensor | None) -> torch.dtype:
         if x is not None and x.dtype == torch.float64:
             return torch.float64
     return torch.float32
+
+
+def as_complex(pairs: Tensor) -> Tensor:
+    """Return real pairs `[..., 2]` as complex numbers, without a copy if their place in the storage allows that."""
+    if not is_eager():  # neither place nor strides are known
+        return torch.complex(*pairs.unbind(-1))
+    pairs = pairs.contiguous()
+    return torch.view_as_complex(pairs.clone() if pairs.storage_offset() % 2 else pairs)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._export import forbid_capture, is_exporting
+from ._export import forbid_capture, in_program, is_exporting
 
 
 def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total: int) -> int:
@@ -24,13 +24,21 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total:
         raise ValueError(
             f"{op} needs cu_seqlens [sequences + 1] of int32 or int64, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
         )
+    if cu_seqlens.device.type == "cpu" and (bounds := values(cu_seqlens)) is not None:
+        longest = max(end - start for start, end in pairwise(bounds))
+        if bounds[0] != 0 or bounds[-1] != total or any(start > end for start, end in pairwise(bounds)):
+            raise ValueError(f"{op}: cu_seqlens must increase from 0 to {total}, the length, got {bounds}")
+        if max_seqlen is not None and max_seqlen < longest:
+            raise ValueError(f"{op}: max_seqlen is {max_seqlen}, but a sequence has length {longest}")
+        return longest if max_seqlen is None else max_seqlen
+    if max_seqlen is None and not in_program() and cu_seqlens.device.type in ("cpu", "meta"):
+        raise RuntimeError(
+            f"{op}: cu_seqlens has no values here (a fake or meta tensor, `torch.func.linearize`, or `vmap` over it); "
+            "pass max_seqlen"
+        )
     lengths = cu_seqlens.diff()
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        if cu_seqlens[0] != 0 or cu_seqlens[-1] != total or (lengths < 0).any():
-            raise ValueError(f"{op}: cu_seqlens must increase from 0 to {total}, the length, got {cu_seqlens.tolist()}")
-        if max_seqlen is not None and max_seqlen < lengths.max():
-            raise ValueError(f"{op}: max_seqlen is {max_seqlen}, but a sequence has length {int(lengths.max())}")
-    elif not is_exporting():  # PyTorch's native operators do not read past the end
+    # PyTorch's native operators do not read past the end; on a CPU, the values are those of a fake tensor or of `vmap`.
+    if not is_exporting() and (in_program() or cu_seqlens.device.type != "cpu"):
         most = total if max_seqlen is None else max_seqlen
         if getattr(cu_seqlens, "_luna_mega_checked", None) != (most, total):
             _assert_on_device(op, cu_seqlens, lengths, most, total)
@@ -38,6 +46,17 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total:
         forbid_capture(lengths, f"{op} with cu_seqlens and without max_seqlen", "pass max_seqlen")
         return int(lengths.max())
     return max_seqlen
+
+
+def values(cu_seqlens: Tensor) -> list[int] | None:
+    """Return the values, or None if they cannot be read: in a program, for a fake tensor, and under `vmap` over it."""
+    if in_program():
+        return None
+    try:
+        bounds: list[int] = cu_seqlens.tolist()
+    except RuntimeError:
+        return None
+    return bounds
 
 
 def _assert_on_device(op: str, cu_seqlens: Tensor, lengths: Tensor, most: int, total: int) -> None:
@@ -74,7 +93,7 @@ def unpad(x: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
 def locate(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Return the sequence index of every token and its position in the sequence, `[total]` each."""
     token = torch.arange(total, device=cu_seqlens.device)
-    row = torch.searchsorted(cu_seqlens[1:], token, right=True)
+    row = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     return row, token - cu_seqlens[row]
 
 
@@ -84,15 +103,14 @@ def keep(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
 
 
 def one_by_one(
-    run: Callable[..., Any], call: dict[str, Any], cu_seqlens: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+    run: Callable[..., Any], call: dict[str, Any], bounds: list[int], shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Compute a varlen call with states one sequence at a time, because padding would decay the states.
 
     `run` returns the output and the last state. `shape` and `dtype` of a state are used if none is given.
     """
     x, mask, first = call["x"], call["mask"], call["initial_state"]
-    forbid_capture(x, "states of varlen sequences in PyTorch", "choose the backend 'triton'")
-    bounds, outputs, lasts = cu_seqlens.tolist(), [], []
+    outputs, lasts = [], []
     if first is None:
         first = x.new_zeros(len(bounds) - 1, *shape, dtype=dtype)
     for index, (start, end) in enumerate(pairwise(bounds)):

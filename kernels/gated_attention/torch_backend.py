@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._custom_operator import register
-from .._export import chunk_positions, in_parts, in_program
+from .._export import chunk_positions, in_parts, in_program, is_known
 from ..dropout import dropout_factors, host_seed
 from ..upcast import upcast_dtype
 from . import reference
@@ -82,9 +82,7 @@ def _scores_are_few(query: Tensor, key: Tensor, value: Tensor) -> bool:
     queries, keys = query.shape[1], key.shape[1]
     scores = queries * keys * upcast_dtype(query, value).itemsize
     few = scores <= KEPT * (queries + keys) * value.shape[2] * value.dtype.itemsize
-    if torch.compiler.is_compiling():  # comparing a dynamic length would add a guard to the program
-        return torch.fx.experimental.symbolic_shapes.statically_known_true(few)
-    return few
+    return is_known(few)
 
 
 def _positions(query: Tensor, key: Tensor, offset: int) -> int:

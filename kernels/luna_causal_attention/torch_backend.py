@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._custom_operator import register
-from .._export import chunk_positions, in_parts, in_program, lerp
+from .._export import chunk_positions, in_parts, in_program, is_known, lerp
 from ..dropout import dropout_factors, host_seed
 from ..upcast import upcast_dtype
 from . import reference
@@ -24,6 +24,7 @@ INPUTS = (
     "Tensor? pack_mask, Tensor? key_mean, Tensor? value_mean, Tensor? seen, str activation, float dropout, Tensor? seed"
 )
 DIFFERENTIABLE = ("query", "pack_key", "key", "value", "pack_query", "key_mean", "value_mean")
+GRADIENTS = {0: (), 1: ("query", "value", "value_mean"), 2: ("query", "key", "key_mean")}
 
 
 def attend(
@@ -34,7 +35,7 @@ def attend(
     tokens = (query, pack_key, key, value)
     if in_parts():
         return _in_parts(tokens, pack_query, mask, pack_mask, activation, state, dropout)
-    if query.shape[1] == 1:
+    if is_known(query.shape[1] == 1):
         one = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
         output, state = step(*one, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
         return output[:, None], state
@@ -238,11 +239,11 @@ class _Block:
         self.packed, self.pack_dropped = _dropped(packed, dropout, generator)
         self.key_sum, self.key_total = self.before(torch.bmm(self.key.mT, self.packed), self.initial_key)
         self.value_sum, self.value_total = self.before(torch.bmm(self.packed.mT, self.value), self.initial_value)
-        self.similarity = torch.bmm(self.query, self.key.mT).tril_()
+        self.similarity = _lower(torch.bmm(self.query, self.key.mT))
         scores = torch.baddbmm(torch.bmm(self.query, self.key_sum), self.similarity, self.packed)
         self.weights = reference.unpack_weights(scores * (self.rate * self.scale), self.masked)
         self.used, self.unpack_dropped = _dropped(self.weights, dropout, generator)
-        self.blend = torch.bmm(self.used, self.packed.mT).tril_()
+        self.blend = _lower(torch.bmm(self.used, self.packed.mT))
 
     def output(self) -> Tensor:
         return torch.baddbmm(torch.bmm(self.used, self.value_sum), self.blend, self.value) * self.rate
@@ -280,6 +281,11 @@ class _Block:
         grad_pack_key = torch.bmm(grad_packed, self.pack_query).view(self.pack_key.shape)
         grad_pack_query = torch.bmm(grad_packed.mT, self.per_row(self.pack_key)) * self.scale
         return grad_query, grad_pack_key, grad_key, grad_value, grad_pack_query, grad_initial_key, grad_initial_value
+
+
+def _lower(x: Tensor) -> Tensor:
+    """Return the lower triangles, in place unless `vmap` may map x: PyTorch would process one matrix at a time."""
+    return x.tril() if in_parts() else x.tril_()
 
 
 def _prefix_sums(x: Tensor) -> Tensor:
@@ -392,6 +398,6 @@ operator = register(
     _backward,
     flops=flops,
     differentiable=DIFFERENTIABLE,
-    gradients=(0, 1, 2),
+    gradients=GRADIENTS,
     parts=parts,
 )

@@ -73,7 +73,7 @@ _operator = register(
     triton_backward.backward,
     flops=torch_backend.flops,
     differentiable=torch_backend.DIFFERENTIABLE,
-    gradients=(0, 1, 2),
+    gradients=torch_backend.GRADIENTS,
     parts=_parts,
 )
 
@@ -108,7 +108,7 @@ _step_operator = register(
     _step_backward,
     flops=torch_backend.flops,
     differentiable=torch_backend.DIFFERENTIABLE,
-    gradients=(0, 1, 2),
+    gradients=torch_backend.GRADIENTS,
     saved="Tensor count",
     save=lambda inputs, outputs: outputs[3:],
     parts=_step_parts,

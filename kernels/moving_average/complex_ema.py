@@ -1,5 +1,6 @@
 """Megalodon's moving average: `complex_ema` for a sequence or a segment, `complex_ema_step` for one position."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +31,7 @@ AVERAGE = Op(
     {"reference": _reference, "torch": _torch, "triton": _triton},
     unsupported,
     tokens=("x",),
-    run_varlen=run_varlen,
+    run_varlen=partial(run_varlen, complex_coefficients),
 )
 
 

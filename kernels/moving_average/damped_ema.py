@@ -1,5 +1,6 @@
 """Mega's moving average: `damped_ema` for a sequence or a segment, `damped_ema_step` for one position."""
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +33,7 @@ AVERAGE = Op(
     {"reference": _reference, "torch": _torch, "triton": _triton},
     unsupported,
     tokens=("x",),
-    run_varlen=run_varlen,
+    run_varlen=partial(run_varlen, damped_coefficients),
 )
 
 
@@ -203,7 +204,7 @@ def _check_directions(
     initial_state: Tensor | TruncatedEmaState | None, return_state: bool,
 ) -> None:  # fmt: skip
     channels, rows = x.shape[2], len(input_logit)
-    if rows not in (channels, 2 * channels):
+    if rows != channels and rows != 2 * channels:  # Dynamo does not find symbolic sizes in a tuple
         raise ValueError(
             f"damped_ema: {rows} rows of parameters fit neither {channels} channels (causal) nor twice that "
             "(bidirectional)"

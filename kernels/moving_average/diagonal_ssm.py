@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from .._dispatch import Arguments, Op, without_autocast
 from ..checks import check_average, check_position, check_sequences
-from ..upcast import upcast
+from ..upcast import as_complex, upcast
 from . import reference, torch_backend
 from .coefficients import Coefficients, conjugate, powers_less_one, reference_coefficients, with_coefficients
 from .wiring import complex_step_triton, needs_gradients, run_average, run_varlen, unsupported
@@ -40,10 +41,9 @@ def discretize(
     """
     if method not in METHODS:
         raise ValueError(f"there is no method {method!r} of discretize; choose one of {', '.join(METHODS)}")
-    shapes = [None if x is None else list(x.shape) for x in (a, step, weight)]
-    shape = list(a.shape)
-    if a.dim() != 2 or shapes[1] not in (shape, shape[:1]) or shapes[2] not in (None, shape):
-        found = ", ".join(map(str, shapes))
+    fits = a.dim() == 2 and (step.shape == a.shape or step.shape == a.shape[:1])
+    if not fits or weight is not None and weight.shape != a.shape:
+        found = ", ".join(str(None if x is None else list(x.shape)) for x in (a, step, weight))
         raise ValueError(f"discretize needs a [R, N], a step [R] or [R, N], and a weight [R, N] or None, got {found}")
     with without_autocast(a.device.type):
         a, step = _upcast(a), upcast(step if step.dim() == 2 else step[:, None])
@@ -125,7 +125,7 @@ def diagonal_ssm(
     sequences, max_seqlen = check_sequences("diagonal_ssm", x, mask, cu_seqlens, max_seqlen, **options)
     parameters = _parameters("diagonal_ssm", log_decay, phase, weight)
     rows, channels = len(log_decay), x.shape[2]
-    if rows not in (channels, 2 * channels):
+    if rows != channels and rows != 2 * channels:  # Dynamo does not find symbolic sizes in a tuple
         raise ValueError(
             f"diagonal_ssm: {rows} rows of log_decay fit neither {channels} channels (causal) nor twice that "
             "(bidirectional)"
@@ -185,13 +185,13 @@ def diagonal_ssm_coefficients(
 
 
 def _pairs(numbers: Tensor | None) -> Tensor | None:
-    """Return complex numbers as real pairs."""
-    return torch.view_as_real(numbers) if numbers is not None and numbers.is_complex() else numbers
+    """Return complex numbers as real pairs; others are unchanged."""
+    return torch.view_as_real(numbers.resolve_conj()) if numbers is not None and numbers.is_complex() else numbers
 
 
 def _numbers(state: Tensor, weight: Tensor) -> Tensor:
     """Return a state as complex numbers if the weight is complex."""
-    return torch.view_as_complex(state.contiguous()) if weight.is_complex() else state
+    return as_complex(state) if weight.is_complex() else state
 
 
 def _parameters(op: str, log_decay: Tensor, phase: Tensor | None, weight: Tensor) -> tuple[Tensor, ...]:
@@ -206,7 +206,7 @@ def _parameters(op: str, log_decay: Tensor, phase: Tensor | None, weight: Tensor
     elif phase is not None and weight.shape != (shape if is_complex else (*shape, 2)):
         needed = f"a complex weight {list(shape)} or real pairs {[*shape, 2]} with a phase"
     else:
-        weight = torch.view_as_real(weight) if is_complex else weight
+        weight = torch.view_as_real(weight.resolve_conj()) if is_complex else weight
         return (log_decay, weight) if phase is None else (log_decay, phase, weight)
     raise ValueError(f"{op} needs {needed}, got {weight.dtype} {list(weight.shape)}")
 
@@ -293,7 +293,7 @@ AVERAGE = Op(
     {"reference": _reference, "torch": _torch, "triton": _triton},
     unsupported,
     tokens=("x",),
-    run_varlen=run_varlen,
+    run_varlen=partial(run_varlen, _coefficients),
 )
 STEP = Op(
     "diagonal_ssm_step",

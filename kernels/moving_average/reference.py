@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._export import log1p
+from ..upcast import as_complex
 
 LEAST = 1e-30  # lower bound of q, where the gradient of log q is 0
 
@@ -52,7 +53,7 @@ def complex_coefficients(
     number = torch.arange(1, states + 1, device=p.device)
     phase = torch.sigmoid(phase_logit)[:, None] * (2 * math.pi / states) * number
     q = torch.polar(1.0 - p * torch.sigmoid(damping_logit), phase)
-    return p, q, torch.view_as_complex(projection.contiguous()) / math.sqrt(states)
+    return p, q, as_complex(projection) / math.sqrt(states)
 
 
 def finish(average: Tensor, x: Tensor, skip: Tensor | None) -> Tensor:
@@ -84,7 +85,7 @@ def complex_step(
     """
     p, q, weight_out = coefficients
     kept = (x if mask is None else x.masked_fill(~mask[:, None], 0.0)).to(p.dtype)
-    before = torch.view_as_complex(state.contiguous())
+    before = as_complex(state)
     hidden = hold(q * before + p * kept[..., None], before, mask)
     average = (weight_out * hidden).real.sum(-1)
     if skip is not None:
@@ -142,7 +143,7 @@ def diagonal_coefficients(log_decay: Tensor, *phase_and_weight: Tensor) -> tuple
     *phase, weight = phase_and_weight
     if not phase:
         return torch.exp(log_decay), weight
-    return torch.polar(torch.exp(log_decay), phase[0]), torch.view_as_complex(weight.contiguous())
+    return torch.polar(torch.exp(log_decay), phase[0]), as_complex(weight)
 
 
 def diagonal_step(
@@ -154,7 +155,7 @@ def diagonal_step(
     """
     q, weight = coefficients
     kept = (x if mask is None else x.masked_fill(~mask[:, None], 0.0)).to(q.real.dtype)
-    before = torch.view_as_complex(state.contiguous()) if q.is_complex() else state
+    before = as_complex(state) if q.is_complex() else state
     hidden = hold(q * before + kept[..., None], before, mask)
     output = (weight * hidden).real.sum(-1)
     if skip is not None:

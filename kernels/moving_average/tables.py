@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..upcast import as_complex
 from .coefficients import Coefficients, angle, powers_less_one
 
 CHUNK = 64
@@ -157,7 +158,7 @@ def _table(of: Coefficients, count: int, step: int = 1) -> Tensor:
 
     Powers are computed by doubling, so that each is a product of few factors with a small rounding error.
     """
-    first = torch.view_as_complex(of.weight_out)
+    first = as_complex(of.weight_out)
     rows = first.new_empty(count, *first.shape)
     rows[0] = 1.0
     done = 1
@@ -182,7 +183,7 @@ def _real(weight: Tensor) -> Tensor:
 def _complex_chunk_maps(of: Coefficients, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     rows = _table(of, chunk + 1)
     input_map = _pairs(rows[:chunk].flip(0).mul_(of.weight_in))
-    output_map = _pairs(rows.mul_(torch.view_as_complex(of.weight_out)).conj_physical_())
+    output_map = _pairs(rows.mul_(as_complex(of.weight_out)).conj_physical_())
     taps = _real(of.weight_in)[:, None] @ output_map[..., :chunk]
     return taps[:, 0], input_map, output_map[..., 1:], powers_less_one(of.log_decay, of.turn, chunk)
 
@@ -200,7 +201,7 @@ def _complex_chunk_maps_backward(of: Coefficients, chunk: int, *gradients: Tenso
 def _of_channels(
     of: Coefficients, chunk: int, grad_taps: Tensor, grad_input_map: Tensor, grad_output_map: Tensor, grad_decay: Tensor
 ) -> list[Tensor]:
-    powers, weight_out = _table(of, chunk + 1), torch.view_as_complex(of.weight_out)
+    powers, weight_out = _table(of, chunk + 1), as_complex(of.weight_out)
     now, later = powers[:chunk], powers[1:]
     # The derivative for x + i y is the derivative for x minus i times the derivative for y; the output is conjugate.
     sums, slopes = _sums(_rows(grad_input_map).flip(0).conj_physical_().mul_(now))
@@ -216,7 +217,7 @@ def _of_channels(
 def complex_series(of: Coefficients, length: int) -> Tensor:
     """Return Re sum_n p_n g_n q_n^t for t < length and complex q, `[D, length]`: q^(i c + j) = q^(i c) q^j."""
     inner, outer = _factors(length)
-    coarse = _table(of, outer, inner).mul_(of.weight_in * torch.view_as_complex(of.weight_out)).conj_physical_()
+    coarse = _table(of, outer, inner).mul_(of.weight_in * as_complex(of.weight_out)).conj_physical_()
     return (_pairs(coarse).mT @ _pairs(_table(of, inner))).flatten(1)[:, :length]
 
 
@@ -226,7 +227,7 @@ def _complex_series_backward(of: Coefficients, grad_taps: Tensor) -> list[Tensor
     grad = torch.nn.functional.pad(grad_taps, (0, outer * inner - length)).unflatten(1, (outer, inner))
     position = torch.arange(outer * inner, device=grad.device, dtype=grad.dtype).view(outer, inner)
     fine, coarse = _pairs(_table(of, inner)), _pairs(_table(of, outer, inner)).unflatten(1, (-1, 2))
-    weight_out = torch.view_as_complex(of.weight_out)
+    weight_out = as_complex(of.weight_out)
     ones = grad.new_ones(outer)
     signs, ones = torch.cat((ones, -ones)), torch.cat((ones, ones))
     sums = []

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .._custom_operator import register
 from .._export import in_parts, in_program, is_eager
+from ..upcast import as_complex
 from . import export, tables
 from .coefficients import Coefficients, powers, powers_less_one, times
 from .reference import finish, hold
@@ -61,8 +62,8 @@ def damped_step(
     """Return `reference.damped_step`, but add (q - 1) h: rounding errors of q would accumulate over many steps."""
     change, weight_in, weight_out = coefficients
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
-    after = torch.addcmul(state, state, change).addcmul_(weight_in, kept[..., None].to(change.dtype))
-    state = hold(after, state, mask)
+    after = torch.addcmul(state, state, change)
+    state = hold(torch.addcmul(after, weight_in, kept[..., None].to(change.dtype)), state, mask)
     return finish((weight_out * state).sum(-1), x, skip), state
 
 
@@ -77,8 +78,8 @@ def complex_step(
     if not is_eager():  # compilers, ONNX and vmap do not support these complex numbers
         after = state + times(change, state)
     else:
-        number = torch.view_as_complex(state.contiguous())
-        after = torch.view_as_real(torch.addcmul(number, number, torch.view_as_complex(change)))
+        number = as_complex(state)
+        after = torch.view_as_real(torch.addcmul(number, number, as_complex(change)))
     state = hold(torch.addcmul(after, weight_in, kept[..., None, None]), state, mask)
     average = (weight_out * state).sum((2, 3))
     if skip is not None:
@@ -403,7 +404,7 @@ operator = register(
     _average_backward,
     flops=_flops,
     differentiable=("x", "skip", "log_decay", "turn", "weight_in", "weight_out", "initial"),
-    gradients=(0, 2),
+    gradients={0: (), 2: ("skip", "weight_out")},
     saved="Tensor average, Tensor[] kept",
     save=lambda inputs, outputs: (outputs[1], list(outputs[3])),
     parts=export.parts,

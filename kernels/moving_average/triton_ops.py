@@ -59,7 +59,7 @@ _average = register(
         x.shape[0] * x.shape[1] * input_logit.numel(), projection.dim() == 3
     ),
     differentiable=("x", "skip", "input_logit", "damping_logit", "expansion_or_phase", "projection", "initial"),
-    gradients=(0, 1),
+    gradients={0: (), 1: ("skip", "projection")},
     saved="Tensor coefficients",
     save=lambda inputs, outputs: outputs[2:],
     parts=_parts,
@@ -97,7 +97,7 @@ _diagonal = register(
     partial(triton_scan_backward.backward, of=triton_diagonal),
     flops=lambda x, log_decay, turn, **_: flops(x.shape[0] * x.shape[1] * log_decay.numel(), turn is not None),
     differentiable=("x", "skip", "log_decay", "turn", "weight", "initial"),
-    gradients=(0, 1),
+    gradients={0: (), 1: ("skip", "weight")},
     saved="Tensor coefficients",
     save=lambda inputs, outputs: outputs[2:],
     parts=_diagonal_parts,

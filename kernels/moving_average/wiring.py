@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import varlen
 from .._custom_operator import has_gradients
 from .._dispatch import Arguments, Op, without_autocast
-from .._export import is_exporting
+from .._export import forbid_capture, is_exporting
 from ..columns import to_end
 from ..upcast import upcast_dtype
 from .coefficients import Coefficients, powers, times
@@ -25,10 +25,17 @@ def run_average(
     if lengths is None:
         output, state = op(backend, call, cu_seqlens, max_seqlen)
         return (output, state) if call["return_state"] else output
-    output, _ = op(backend, call | {"return_state": False})
+    return after_lengths(lambda **call: op(backend, call), coefficients, call, lengths)
+
+
+def after_lengths(
+    run: Callable[..., Any], coefficients: Callable[..., Coefficients], call: Arguments, lengths: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the output of a call, and the states after the first `lengths` `[B]` positions, which the mask keeps."""
+    output, _ = run(**call | {"return_state": False})
     # Masked positions do not decay these states.
     rows = {name: to_end(call[name], lengths) for name in ("x", "mask")}
-    _, state = op(backend, call | rows | {"skip": None, "initial_state": None})
+    _, state = run(**call | rows | {"skip": None, "initial_state": None, "return_state": True})
     initial, dtype = call["initial_state"], upcast_dtype(call["x"], *call["parameters"])
     if initial is None:
         return output, state
@@ -38,12 +45,22 @@ def run_average(
         return output, state + times(decays, initial.to(dtype).reshape(decays.shape)).reshape(state.shape)
 
 
-def run_varlen(op: Op, run: Callable[..., Any], call: Arguments, cu_seqlens: Tensor, max_seqlen: int) -> Any:
+def run_varlen(
+    coefficients: Callable[..., Coefficients], op: Op, run: Callable[..., Any], call: Arguments, cu_seqlens: Tensor,
+    max_seqlen: int,
+) -> Any:  # fmt: skip
     """Compute a varlen call with a backend that requires padded input, or with states one sequence at a time."""
     if call["initial_state"] is None and not call["return_state"]:
         return op.run_padded(run, call, cu_seqlens, max_seqlen)
-    x, parameters = call["x"], call["parameters"]
-    return varlen.one_by_one(run, call, cu_seqlens, parameters[-1].shape, upcast_dtype(x, *parameters))
+    x, mask, parameters = call["x"], call["mask"], call["parameters"]
+    forbid_capture(x, "states of varlen sequences in PyTorch", "choose the backend 'triton'")
+    if (bounds := varlen.values(cu_seqlens)) is not None:
+        return varlen.one_by_one(run, call, bounds, parameters[-1].shape, upcast_dtype(x, *parameters))
+    kept = varlen.keep(cu_seqlens, max_seqlen)
+    kept = kept if mask is None else varlen.pad(mask, cu_seqlens, max_seqlen)
+    padded = call | {"x": varlen.pad(x, cu_seqlens, max_seqlen), "mask": kept}
+    output, state = after_lengths(run, coefficients, padded, cu_seqlens.diff())
+    return varlen.unpad(output, cu_seqlens, x.shape[1]), state
 
 
 def unsupported(

@@ -119,7 +119,7 @@ def register_norm(name: str, passes: ModuleType) -> Callable[..., Any]:
         partial(_backward, passes),
         flops=lambda **_: (0, 0),
         differentiable=("x", "weight", "bias", "mean", "variance"),
-        gradients=(0, 4, 5),
+        gradients={0: (), 4: ("weight", "bias", "variance"), 5: ("weight", "bias")},
         saved="Tensor own, Tensor means, Tensor rstd",
         save=lambda inputs, outputs: outputs[1:4],
         parts=_in_parts,

@@ -150,10 +150,10 @@ def over_time(
 
     `count`, `mean`, `variance` are n_0 `[B]`, M_0 and S_0 `[B, G]`; `number` is n_t `[B, T, 1]`.
     """
-    so_far = _kept(means, mask).cumsum(1).add_((count[:, None] * mean)[:, None]).div_(number)
+    so_far = (_kept(means, mask).cumsum(1) + (count[:, None] * mean)[:, None]) / number
     squares = _distances(means, mean[:, None], so_far, mask).square()
     gained = torch.addcmul(_kept(variances, mask), squares, 1.0 - 1.0 / number)
-    return so_far, gained.cumsum(1).add_((count[:, None] * variance)[:, None])
+    return so_far, gained.cumsum(1) + (count[:, None] * variance)[:, None]
 
 
 def _distances(means: Tensor, first: Tensor, mean: Tensor, mask: Tensor | None) -> Tensor:

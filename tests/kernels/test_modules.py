@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parameters_to_vector, parametrize, prune, vector_to_parameters
 
 from luna_mega import MegaConfig, MegalodonConfig, MegalodonModel, MegaModel
@@ -320,6 +321,15 @@ def test_bidirectional_layers(make, x):
     assert repr(layer).endswith("bidirectional=True)")
 
 
+@pytest.mark.parametrize("make", [*BIDIRECTIONAL, *(LAYERS[name] for name in ("DiagonalSSM", "DiagonalSSM, real"))])
+def test_compiled_layers_with_symbolic_channels(make, x):
+    """The sizes of x are symbols, and those of weights are constants."""
+    torch.compiler.reset()
+    layer = make()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
+    assert_same([compiled(x)], [layer(x)], 1e-5)
+
+
 @pytest.mark.slow
 def test_compile(layer, x):
     torch.compiler.reset()
@@ -379,6 +389,40 @@ def test_initializations_of_s4d():
     torch.testing.assert_close(real.log_rate.exp(), (number + 1.0).expand(3, 16))
     torch.testing.assert_close(real.log_step.exp(), torch.full((3,), 0.1))
     assert real.frequency is None and real.output_weight.shape == (3, 16)
+
+
+@torch.no_grad()
+def test_vmap_of_steps(layer, x):
+    """A mapped x or mask, and one state."""
+    _, state = layer(x, return_state=True)
+    tokens, masks = x.transpose(0, 1), torch.rand(T, 2) < 0.5
+    for rows, masked in ((tokens, None), (tokens[0], masks), (tokens, masks)):
+        mapped = 0 if rows is tokens else None, None if masked is None else 0
+
+        def step(row, mask):
+            return layer.step(row, state, mask=mask)
+
+        actual = torch.vmap(step, mapped)(rows, masked)
+        expected = [
+            step(rows if mapped[0] is None else rows[t], masked if masked is None else masked[t]) for t in range(T)
+        ]
+        assert_same(actual, map(torch.stack, zip(*expected, strict=True)), 1e-5)
+
+
+@pytest.mark.parametrize("surrounding", [FakeTensorMode, lambda: torch.device("meta")], ids=["fake", "meta"])
+@pytest.mark.parametrize("make", [*LAYERS.values(), *BIDIRECTIONAL])
+def test_layers_without_values(make, surrounding):
+    """Construction, calls and steps read no values."""
+    with surrounding():
+        layer, x, bounds = make(), torch.ones(2, T, D), torch.tensor([0, 3, T])
+        options = {} if layer.bidirectional else {"return_state": True}
+        results = layer(x, mask=x[..., 0] > 0, **options), layer(x[:1], cu_seqlens=bounds, max_seqlen=T, **options)
+        if options:
+            results += layer.step(x[:, 0], results[0][1]), layer(x[:1], results[1][1], cu_seqlens=bounds, max_seqlen=T)
+        sum(y.sum() for y in torch.utils._pytree.tree_leaves(results)).backward()
+    shapes = [tuple(y.shape) for y in torch.utils._pytree.tree_leaves(results)]
+    assert shapes.count((1, T, D)) == 1 + bool(options) and shapes[0] == (2, T, D)
+    assert all(weight.grad.shape == weight.shape for weight in layer.parameters())
 
 
 def test_layers_of_the_meta_device_are_initialized_later():

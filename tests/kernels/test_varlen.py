@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from luna_mega.kernels import varlen
+from luna_mega.kernels import api, varlen
 from luna_mega.kernels.api import luna_pack
 
 WRONG = {
@@ -60,3 +60,45 @@ def test_no_device_synchronization():
         for longest in (7, 7, 6):
             varlen.check_cu_seqlens("an op", copy, longest, 12)
     assert counts == [1, 2, 3, 4] and assertions.count == 5 and copy is not cu_seqlens
+
+
+X, P, BOUNDS = torch.linspace(-1, 1, 40).view(1, 10, 4).double(), torch.ones(2, 3, 4).double(), torch.tensor([0, 4, 10])
+AVERAGE = [torch.linspace(-2, 1, 12).view(4, 3).double()] * 4
+VARLEN = {
+    "damped_ema": lambda x, **o: api.damped_ema(x, *AVERAGE, **o),
+    "damped_ema with states": lambda x, **o: torch.cat(
+        [y.flatten() for y in api.damped_ema(x, *AVERAGE, initial_state=P.mT, return_state=True, **o)]
+    ),
+    "diagonal_ssm with states": lambda x, **o: torch.cat(
+        [
+            y.flatten()
+            for y in api.diagonal_ssm(
+                x, -AVERAGE[0].exp(), *AVERAGE[:1], torch.stack(AVERAGE[:2], -1), return_state=True, **o
+            )
+        ]
+    ),
+    "timestep_norm": lambda x, **o: api.timestep_norm(x, 2, **o),
+    "gated_attention": lambda x, **o: api.gated_attention(x, x, x, **o),
+    "luna_pack": lambda x, **o: api.luna_pack(P[:, :, None], x[:, :, None], x[:, :, None], **o),
+    "luna_causal_attention": lambda x, **o: api.luna_causal_attention(
+        x[:, :, None], P[:, :, None], *[x[:, :, None]] * 3, **o
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # in `linearize` of PyTorch
+@pytest.mark.parametrize("call", VARLEN.values(), ids=VARLEN)
+def test_transforms_of_varlen_calls(call):
+    """`linearize`, and `vmap` over x or over `cu_seqlens`."""
+
+    def run(x, bounds=BOUNDS):
+        return call(x, cu_seqlens=bounds, max_seqlen=6)
+
+    derivative = torch.func.linearize(run, X)[1]
+    for tangent in (X.cos(), X):
+        torch.testing.assert_close(derivative(tangent), torch.func.jvp(run, (X,), (tangent,))[1])
+    others = torch.stack((BOUNDS, torch.tensor([0, 6, 10])))
+    torch.testing.assert_close(torch.vmap(run)(torch.stack((X, 2 * X))), torch.stack((run(X), run(2 * X))))
+    torch.testing.assert_close(torch.vmap(run, (None, 0))(X, others), torch.stack([run(X, y) for y in others]))
+    with pytest.raises(RuntimeError, match="cu_seqlens has no values here .*; pass max_seqlen$"):
+        torch.vmap(lambda bounds: call(X, cu_seqlens=bounds))(others)
