@@ -115,6 +115,7 @@ def make_config(
                 values["vocab_size"] = largest_id(tokenizer) + 1
                 values |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
                 values["max_position_embeddings"] += first_position(config.model_type, tokenizer.pad_token_id)
+        overrides = getattr(config, "rename_fields", dict)(overrides)
         if unknown := [name for name in overrides if not hasattr(config, name)]:
             fail(f"--config_overrides: {config.model_type} has no field {', '.join(unknown)}")
         values = {name: value for name, value in values.items() if hasattr(config, name)}
