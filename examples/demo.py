@@ -50,7 +50,7 @@ from luna_mega import training as lib
 
 FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "parity" / "fixtures"
 CLASSES = ["asyncio", "email", "xml"]
-# The default initializer_range, 0.02, is too small for narrow models.
+# Mega's default initializer_range, 0.02, is too small for narrow models.
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "initializer_range": 0.1}
 CONFIGS = {
     "luna": (luna_mega.LunaConfig, {"num_attention_heads": 4, "projection_length": 16}),
@@ -71,7 +71,7 @@ class Arguments:
     output_dir: str = HfArg(
         default="outputs/demo", help="folder for the plot and the models; `models` in it is replaced"
     )
-    epochs: float = HfArg(default=6.0, help="epochs of training")
+    num_train_epochs: float = HfArg(default=6.0, help="epochs of training")
     learning_rate: float = HfArg(default=3e-3, help="peak learning rate")
     seed: int = HfArg(default=0, help="seed of the split, the weights and the order of the sentences")
 
@@ -148,7 +148,7 @@ def train(name: str, data: dict[str, Dataset], options: Arguments, folder: Path)
     model = AutoModelForSequenceClassification.from_config(config)
     arguments = TrainingArguments(
         str(folder),
-        num_train_epochs=options.epochs,
+        num_train_epochs=options.num_train_epochs,
         learning_rate=options.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=20,
@@ -200,7 +200,7 @@ def plot(curves: dict[str, list[float]], baseline: float, file: Path) -> None:
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     (options,) = lib.parse_arguments((Arguments,), argv)
-    lib.check_least(options, 0, "epochs", "learning_rate")
+    lib.check_least(options, 0, "num_train_epochs", "learning_rate")
     disable_progress_bars()
     disable_progress_bar()
     torch.set_num_threads(1)  # two are slower for such small models, 10 times on a busy machine

@@ -33,16 +33,16 @@ class Arguments(lib.SourceArguments):
     last_share: float | None = HfArg(default=None, help="evaluate only this last share of the tokens: 0.1")
     text_column: str | None = HfArg(default=None, help="column with the text; default: the model's, or text")
     line_end: str | None = HfArg(default=None, help="separator: newline, or eos (</s>); default: the model's, or eos")
-    context: list[int] | None = HfArg(default=None, help="block lengths; default: 128 to 8192 and the model's")
-    chunk: list[int] = HfArg(default_factory=list, help="attention chunk sizes; default: the model's")
-    segment: int | None = HfArg(default=None, help="tokens of a forward pass; default: the model's, or 1024")
-    batch_size: int = HfArg(default=8, help="number of blocks of a forward pass")
+    eval_context: list[int] | None = HfArg(default=None, help="block lengths; default: 128 to 8192 and the model's")
+    chunk_size: list[int] = HfArg(default_factory=list, help="attention chunk sizes; default: the model's")
+    eval_segment: int | None = HfArg(default=None, help="tokens of a forward pass; default: the model's, or 1024")
+    per_device_eval_batch_size: int = HfArg(default=8, help="number of blocks of a forward pass")
     device: str = field(default="cuda" if torch.cuda.is_available() else "cpu")
 
 
 def parse(argv: list[str] | None) -> Arguments:
     (arguments,) = lib.parse_arguments((Arguments,), argv)
-    lib.check_least(arguments, 1, "context", "chunk", "segment", "batch_size")
+    lib.check_least(arguments, 1, "eval_context", "chunk_size", "eval_segment", "per_device_eval_batch_size")
     if arguments.line_end is not None:
         lib.check_choice(arguments, "line_end", ("newline", "eos"))
     if not 0 < (1.0 if arguments.last_share is None else arguments.last_share) <= 1:
@@ -52,12 +52,11 @@ def parse(argv: list[str] | None) -> Arguments:
 
 def complete(arguments: Arguments, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Set missing options to those of the training, and contexts to lengths that the model supports."""
-    names = {"segment": "eval_segment"}
-    lib.language_modeling.apply_settings(arguments, tokenizer, "line_end", "text_column", **names)
+    lib.language_modeling.apply_settings(arguments, tokenizer, "line_end", "text_column", "eval_segment")
     settings = lib.language_modeling.read_settings(tokenizer)
-    if arguments.context is None:
-        arguments.context = sorted({*CONTEXTS, settings.get("eval_context", CONTEXTS[-1])})
-    lib.fit_lengths(model.config, arguments, "context")
+    if arguments.eval_context is None:
+        arguments.eval_context = sorted({*CONTEXTS, settings.get("eval_context", CONTEXTS[-1])})
+    lib.fit_lengths(model.config, arguments, "eval_context")
     share = settings.get("validation_share")
     if arguments.split is None and share:
         arguments.split = "train"
@@ -74,7 +73,7 @@ def with_chunk(model: PreTrainedModel, chunk: int) -> PreTrainedModel:
     """Return a copy of the model with another chunk size."""
     config = model.config
     if not getattr(config, "use_chunking", False) or config.relative_positional_bias == "simple":
-        lib.fail("--chunk requires chunks and a rotary bias or none; a simple bias has a table of fixed length")
+        lib.fail("--chunk_size requires chunks and a rotary bias or none; a simple bias has a table of fixed length")
     changed = type(model)(type(config).from_dict(config.to_dict() | {"chunk_size": chunk}))
     changed.load_state_dict(model.state_dict())
     return changed.to(model.device, model.dtype).eval()
@@ -110,11 +109,11 @@ def main(argv: list[str] | None = None) -> list[dict[str, float | None]]:
     stream = lib.language_modeling.encode(split[arguments.text_column], tokenizer, arguments.line_end)
     _, stream = lib.language_modeling.held_out(stream, arguments.last_share)
     scores = []
-    for chunk in arguments.chunk or [getattr(model.config, "attention_chunk", None)]:
-        if arguments.chunk:
+    for chunk in arguments.chunk_size or [getattr(model.config, "attention_chunk", None)]:
+        if arguments.chunk_size:
             model = with_chunk(model, chunk)
-        for context in arguments.context:
-            lengths = (context, arguments.segment, arguments.batch_size)
+        for context in arguments.eval_context:
+            lengths = (context, arguments.eval_segment, arguments.per_device_eval_batch_size)
             metrics = lib.language_modeling.score_stream(model, stream, *lengths, progress=True)
             scores.append({"chunk": chunk, "context": context, **metrics})
             print(f"chunk {chunk}, context {context}: {metrics}", flush=True)

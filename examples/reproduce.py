@@ -2,9 +2,9 @@ r"""Evaluate a published checkpoint of the authors as the paper does, and compar
 
     python examples/reproduce.py enwik8
     python examples/reproduce.py speech --file base
-    python examples/reproduce.py lra --task image --file cifar10
+    python examples/reproduce.py lra --task_name image --file cifar10
     python examples/reproduce.py imagenet --checkpoint mega.imagenet.zip --data data/imagenet
-    python examples/reproduce.py luna-base --checkpoint luna.base.tied.zip --data data/sst2 --task sst2 --bpe gpt2_bpe
+    python examples/reproduce.py luna-base --task_name sst2 --checkpoint luna.base.tied.zip --data data/sst2 --bpe gpt2
 
 The script downloads the archive of the authors and the data set, converts the checkpoint, verifies the conversion,
 evaluates the model, and appends a row to results.md in --output_dir. It prints every command. A second run continues an
@@ -64,20 +64,22 @@ class Experiment:
     tasks: tuple[str, ...] = ()
 
 
-LM = "--split test --batch_size 1 --line_end"
+LM = "--split test --per_device_eval_batch_size 1 --line_end"
 EXPERIMENTS = {
     "enwik8": Experiment(
-        "MegaForCausalLM", "eval_lm", f"{LM} newline --context 100000 --chunk 4096 --segment 12288", "bits_per_token",
+        "MegaForCausalLM", "eval_lm", f"{LM} newline --eval_context 100000 --chunk_size 4096 --eval_segment 12288",
+        "bits_per_token",
         "Mega, Table 5", {"": 1.02}, f"{MEGA}/enwik8.zip", "http://mattmahoney.net/dc/enwik8.zip"),
     "wikitext103": Experiment(
-        "MegaForCausalLM", "eval_lm", f"{LM} eos --context 24557 --chunk 2048 --segment 4096", "perplexity",
+        "MegaForCausalLM", "eval_lm", f"{LM} eos --eval_context 24557 --chunk_size 2048 --eval_segment 4096",
+        "perplexity",
         "Mega, Table 5", {"": 18.07}, f"{MEGA}/wt103.zip"),
     "speech": Experiment(
         "MegaForSequenceClassification", "run_audio", "--max_seconds 1.0 --do_predict true", "test_accuracy",
         "Mega, Table 4", {"60": 96.92, "72": 97.30}, f"{MEGA}/mega.sc.zip",
         "http://download.tensorflow.org/data/speech_commands_v0.02.tar.gz"),
     "lra": Experiment(
-        "MegaForSequence", "lra.run_lra", "--convention mega --do_predict true --task {task}", "test_accuracy",
+        "MegaForSequence", "lra.run_lra", "--convention mega --do_predict true --task_name {task}", "test_accuracy",
         "Mega, Table 2", dict(zip(LRA, (63.14, 90.43, 91.25, 90.44, 96.01, 97.98), strict=True))
         | dict(zip((f"{task} chunk" for task in LRA), (58.76, 90.19, 90.97, 85.80, 94.41, 93.81), strict=True)),
         f"{MEGA}/mega.lra.zip", tasks=LRA),
@@ -208,20 +210,20 @@ def split_enwik8(source: Path, output: Path) -> None:
 
 def prepare(arguments: argparse.Namespace, folder: Path) -> list[str]:
     """Prepare the data, and return the options of the evaluation for it."""
-    name, given, task = arguments.name, arguments.data, arguments.task
+    name, given, task = arguments.name, arguments.data, arguments.task_name
     if name == "wikitext103" and not given:
         return ["--dataset_name", "Salesforce/wikitext", "--dataset_config", "wikitext-103-v1"]
     if name in ("imagenet", "luna-base"):
         return ["--dataset_path", given]
     if name == "lra" and not (given := given or LRA_SOURCES.get(task)):
-        lib.fail(f"--task {task} requires --data, its folder in the unpacked lra_release.gz of Long Range Arena")
+        lib.fail(f"--task_name {task} requires --data, its folder in the unpacked lra_release.gz of Long Range Arena")
     output, source = folder / "data", folder
     if arguments.prepare:
         output, source = folder, folder.with_name(f"{folder.name}-source")
     if not is_done(output, stamp := f"{name} {task} {given}"):
         source.mkdir(parents=True, exist_ok=True)
         if name == "lra":
-            run("lra.prepare", task, "--source", given, "--output", str(output))
+            run("lra.prepare", task, "--source", given, "--output_dir", str(output))
         else:
             content = unpack(Path(given or download(EXPERIMENTS[name].data or "", source, "--data")), source)
             if name == "enwik8":
@@ -232,14 +234,14 @@ def prepare(arguments: argparse.Namespace, folder: Path) -> list[str]:
                 shutil.copyfile(file, output / "test.txt")
             else:
                 lists = find("files testing_list.txt", "--data FOLDER", content, "testing_list.txt")
-                run("lra.prepare", "speech", "--source", str(lists.parent), "--output", str(output))
+                run("lra.prepare", "speech", "--source", str(lists.parent), "--output_dir", str(output))
         (output / "done").write_text(stamp, encoding="utf-8")
     return ["--dataset_path", str(output)]
 
 
 def variant(arguments: argparse.Namespace, config: dict[str, Any]) -> str:
     """Return the name of the score of the paper."""
-    own = {"speech": config.get("hidden_size"), "imagenet": ""}.get(arguments.name, arguments.task or "")
+    own = {"speech": config.get("hidden_size"), "imagenet": ""}.get(arguments.name, arguments.task_name or "")
     suffix = {"lra": " chunk" * config.get("use_chunking", 0), "luna-base": " tied" * config.get("tie_key_value", 0)}
     return f"{own}{suffix.get(arguments.name, '')}"
 
@@ -252,14 +254,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dict", help="dictionary of the checkpoint, if the archive has none or several")
     parser.add_argument("--bpe", help="folder with the files of GPT-2's BPE, for luna-base")
     parser.add_argument("--data", help="archive, file or folder with the data set, instead of the download")
-    parser.add_argument("--task", help="task of lra or luna-base")
+    parser.add_argument("--task_name", help="task of lra or luna-base")
     parser.add_argument("--prepare", action="store_true", help="only prepare the data, in the output folder")
     parser.add_argument("--output_dir", help="folder for downloads and results; default: outputs/reproduce/NAME")
     arguments = parser.parse_args(argv)
     if (name := arguments.name) not in EXPERIMENTS:
         lib.fail(f"{name or 'no name'}: pass one of {', '.join(EXPERIMENTS)}")
-    if arguments.task not in (tasks := EXPERIMENTS[name].tasks or (None,)):
-        lib.fail(f"--task {arguments.task}: {name} has {', '.join(filter(None, tasks)) or 'no tasks; omit it'}")
+    if arguments.task_name not in (tasks := EXPERIMENTS[name].tasks or (None,)):
+        lib.fail(
+            f"--task_name {arguments.task_name}: {name} has {', '.join(filter(None, tasks)) or 'no tasks; omit it'}"
+        )
     if name in ("imagenet", "luna-base") and not (arguments.checkpoint and arguments.data):
         lib.fail(f"{name} requires --checkpoint and --data, because their addresses require a browser or a login")
     if arguments.prepare and name not in ("enwik8", "speech", "lra"):
@@ -278,7 +282,7 @@ def main(argv: list[str] | None = None) -> float | None:
         folder.mkdir(parents=True, exist_ok=True)
         model = convert(arguments, experiment, folder)
         config = json.loads((model / "config.json").read_text(encoding="utf-8-sig"))
-        options = shlex.split(experiment.options.format(task=arguments.task))
+        options = shlex.split(experiment.options.format(task=arguments.task_name))
         options += ["--model_name_or_path", str(model), *data, "--output_dir", str(folder / "scores")]
         metrics = run(experiment.script, *options)
     here = (metrics[0] if experiment.script == "eval_lm" else metrics)[experiment.metric]

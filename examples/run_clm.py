@@ -184,7 +184,7 @@ def cut_training(
     lengths = draw_length(data, config)
     if data.streaming:
         blocks = lib.language_modeling.cut_stream(stream, data.text_column, tokenizer, data.line_end, data.block_size)
-        return lib.streams.Stream(blocks, lengths, training, data.shuffle_buffer)
+        return lib.streams.Stream(blocks, lengths, training, data.shuffle_buffer, "block_size")
     if data.carry_state:
         streams = lib.language_modeling.Streams(stream, data.block_size, training.train_batch_size)
         check_carried(config, streams.part)

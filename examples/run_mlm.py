@@ -38,7 +38,7 @@ class DataArguments(lib.StreamArguments):
     train_files: list[str] | None = HfArg(default=None, help="local training files instead of a folder")
     validation_files: list[str] | None = HfArg(default=None, help="local files of the validation split")
     text_column: str = HfArg(default="text", help="column with the text; a txt file has one text per line")
-    block_size: int = HfArg(default=512, help="tokens of an input, including <s>")
+    max_seq_length: int = HfArg(default=512, help="tokens of an input, including <s>")
     short_seq_prob: float = HfArg(default=0.0, help="share of the training inputs with a random shorter length")
     mlm_probability: float = HfArg(default=0.15, help="share of the tokens to predict")
     max_train_samples: int | None = HfArg(default=None, help="maximum number of texts")
@@ -68,13 +68,13 @@ def cut_blocks(
     data: DataArguments,
     short: float = 0.0,
 ) -> Dataset | IterableDataset:
-    """Cut the texts, each followed by `</s>`, into blocks of `<s>` and `block_size - 1` tokens.
+    """Cut the texts, each followed by `</s>`, into blocks of `<s>` and `max_seq_length - 1` tokens.
 
     Empty texts are skipped. Each batch of 1,000 texts is concatenated; a remainder shorter than a block is dropped. A
-    share `short` of the blocks has a random number of 1 to `block_size - 1` tokens, seeded by the text.
+    share `short` of the blocks has a random number of 1 to `max_seq_length - 1` tokens, seeded by the text.
     """
     bos, eos = lib.boundary_ids(tokenizer)
-    step = data.block_size - 1
+    step = data.max_seq_length - 1
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         texts = [text.strip() for text in batch[data.text_column] if text.strip()]
@@ -92,7 +92,9 @@ def cut_blocks(
     options = {"batched": True, "remove_columns": split.column_names, "num_proc": data.preprocessing_num_workers}
     blocks = split.map(encode, **options, desc=name)
     if len(blocks) == 0:
-        lib.fail(f"split {name} has too little text for one block of {data.block_size} tokens; reduce --block_size")
+        lib.fail(
+            f"split {name} has too little text for one block of {data.max_seq_length} tokens; reduce --max_seq_length"
+        )
     return blocks
 
 
@@ -134,7 +136,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Tr
         lib.fail(f"--mlm_probability {data.mlm_probability} must be between 0 and 1")
     if not 0 <= data.short_seq_prob <= 1:
         lib.fail(f"--short_seq_prob {data.short_seq_prob} must be between 0 and 1")
-    lib.check_least(data, 2, "block_size")
+    lib.check_least(data, 2, "max_seq_length")
     return data, model, training, run
 
 
@@ -149,18 +151,18 @@ def load_data(
             lib.fail(f"pass --{missing[0]}_files as well")
     splits = lib.load_splits(limits, data, [data.text_column], files=files, streaming=data.streaming)
     texts = lib.streams.some_texts(splits["train"], data.text_column) if "train" in splits else ()
-    tokenizer = lib.make_tokenizer(model, texts, data.block_size)
+    tokenizer = lib.make_tokenizer(model, texts, data.max_seq_length)
     if tokenizer.mask_token_id is None:
         lib.fail("the tokenizer has no mask_token, which masked language models require; pass another --tokenizer_name")
-    shorten = (data, "block_size")
-    config = lib.make_config(model, tokenizer, data.block_size, shorten=shorten, sparse_prediction=True)
+    shorten = (data, "max_seq_length")
+    config = lib.make_config(model, tokenizer, data.max_seq_length, shorten=shorten, sparse_prediction=True)
     short = {"train": data.short_seq_prob}
     blocks = {name: cut_blocks(split, name, tokenizer, data, short.get(name, 0.0)) for name, split in splits.items()}
     if "validation" in blocks:
         blocks["validation"] = mask_once(blocks["validation"], tokenizer, data, training.seed)
     masking = Masking(tokenizer, data.mlm_probability)
     if data.streaming and "train" in blocks:
-        blocks["train"] = lib.streams.Stream(blocks["train"], masking, training, data.shuffle_buffer)
+        blocks["train"] = lib.streams.Stream(blocks["train"], masking, training, data.shuffle_buffer, "max_seq_length")
     elif "train" in blocks:
         blocks["train"] = lib.Redrawn(blocks["train"], masking, training.seed)
     return blocks, tokenizer, config

@@ -54,7 +54,7 @@ class ChoiceTask:
 
 @dataclass
 class DataArguments(lib.ClassifierArguments):
-    task: str = HfArg(default="race", help="task: race or csqa")
+    task_name: str = HfArg(default="race", help="task: race or csqa")
     dataset_config: str | None = HfArg(default=None, help="configuration of the dataset: middle or high for RACE")
     dataset_path: list[str] | None = HfArg(default=None, help="local folders with parquet or json(l) files by split")
     max_option_length: int = HfArg(default=128, help="maximum length of question and option")
@@ -62,7 +62,7 @@ class DataArguments(lib.ClassifierArguments):
 
     @property
     def dataset_name(self) -> str:
-        return TASKS[self.task].hub_name
+        return TASKS[self.task_name].hub_name
 
 
 def option_texts(options: list[str] | dict[str, list[str]]) -> list[str]:
@@ -194,7 +194,7 @@ def encode_split(
     split: Dataset, name: str, tokenizer: PreTrainedTokenizerBase, data: DataArguments, in_memory: bool = True
 ) -> Dataset:
     """Return a split with `input_ids` (one list per option), their maximum `length`, and `labels` (-100 = unknown)."""
-    task = TASKS[data.task]
+    task = TASKS[data.task_name]
     # dill pickles `encode` with all that it refers to, so that datasets can hash it. `data` would lead to its class,
     # and through `TASKS` back to it, for which dill prints warnings.
     size, lengths = len(task.letters), (data.max_option_length, data.max_seq_length)
@@ -239,8 +239,8 @@ def make_metrics(split: Dataset, task: ChoiceTask) -> Callable[[EvalPrediction],
 def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, TrainingArguments, lib.Run]:
     kinds = (DataArguments, lib.ModelArguments, TrainingArguments)
     data, model, training = lib.parse_arguments(kinds, argv, metric_for_best_model="accuracy")
-    lib.check_choice(data, "task", TASKS)
-    data.dataset_config = data.dataset_config or TASKS[data.task].hub_config
+    lib.check_choice(data, "task_name", TASKS)
+    data.dataset_config = data.dataset_config or TASKS[data.task_name].hub_config
     run = lib.Run(data, model, training)
     return data, model, training, run
 
@@ -249,7 +249,7 @@ def load_data(
     data: DataArguments, model: lib.ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerBase, PreTrainedConfig]:
     """Return the encoded splits, the tokenizer, and the configuration of the model."""
-    task, in_memory = TASKS[data.task], training.world_size == 1
+    task, in_memory = TASKS[data.task_name], training.world_size == 1
     splits = {name: load_split(name, task, data, limit) for name, limit in lib.choose_splits(training, data).items()}
     tokenizer = lib.make_tokenizer(model, all_texts(splits.get("train"), task), data.max_seq_length)
     config = lib.make_config(model, tokenizer, data.max_seq_length, shorten=(data, "max_seq_length"))
@@ -270,7 +270,7 @@ def predict(trainer: Trainer, split: Dataset, task: ChoiceTask) -> dict[str, flo
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
-    task = TASKS[data.task]
+    task = TASKS[data.task_name]
 
     with run.reading():
         splits, tokenizer, config = load_data(data, model, training)

@@ -12,7 +12,7 @@ def check_names(module: str) -> None:
     """Exit with status 2 and a suggestion if the running script has no option of a name on the command line.
 
     The names are those of all fields of dataclasses in the script, in `luna_mega.training` and in the arguments of
-    `Trainer`. The parser of the script also reports options of other scripts.
+    `Trainer`, and `SYNONYMS`. The parser of the script also reports synonyms and options of other scripts.
 
     Args:
         module: `__name__` of the script; nothing is checked if it is imported.
@@ -38,7 +38,13 @@ def _files() -> Iterator[Path]:
 
 
 def _fields(path: Path) -> set[str]:
-    """Return the names of the annotated fields of all classes in a file."""
-    classes = [node for node in ast.parse(path.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    """Return the names of the annotated fields of all classes in a file, and those in its `SYNONYMS`."""
+    body = ast.parse(path.read_text(encoding="utf-8")).body
+    classes = [node for node in body if isinstance(node, ast.ClassDef)]
     fields = [part.target for node in classes for part in node.body if isinstance(part, ast.AnnAssign)]
-    return {field.id for field in fields if isinstance(field, ast.Name)}
+    groups = [
+        ast.literal_eval(node.value)
+        for node in body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "SYNONYMS"
+    ]
+    return {field.id for field in fields if isinstance(field, ast.Name)}.union(*(set().union(*x) for x in groups))

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import os
 import re
 import shutil
@@ -14,6 +15,9 @@ from huggingface_hub import dataclasses as hub_dataclasses
 from huggingface_hub.errors import StrictDataclassClassValidationError, StrictDataclassError
 from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 # Sub-folder of a model folder with the code of the model.
 CODE_FOLDER = "luna_mega_code"
@@ -26,6 +30,15 @@ MOST_LAYERS = 2**16
 TOKEN_IDS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 # The last commit with the fields in `removed_fields`.
 LAST_COMMIT = "20c2b5c3"
+
+
+# Names of BERT's configuration that no family has, see `SharedConfig.absent_fields`.
+ABSENT_FIELDS: dict[str, tuple[Any, str]] = {
+    "chunk_size_feed_forward": (0, "omit it, because feed-forward layers are always computed at once"),
+    "gradient_checkpointing": (False, "call `gradient_checkpointing_enable()` of the model"),
+    "per_layer_config": (None, "omit it, because all layers have the same fields"),
+    "tie_last_hidden_states": (None, "omit it"),
+}
 
 
 # At runtime the family's configuration class lists `PreTrainedConfig` after the mixins.
@@ -102,6 +115,8 @@ class SharedConfig(ConfigMixin):
         side_class: class of the configurations of encoder and decoder; None unless the class has both.
         removed_fields: for each field that only earlier versions have: its value in the folders that are supported, and
             the end of the error for other values.
+        absent_fields: for each name of BERT's configuration that the family does not have: the value with the same
+            effect as no value, and the end of the error for other values.
         zero_fields: numbers of something that the model may also not have.
         input_fields: for each field of certain inputs, the values of `input_type` that use it. With others it must have
             its default, which saved configurations contain.
@@ -116,6 +131,7 @@ class SharedConfig(ConfigMixin):
     seq2seq_class: type["SharedConfig"] | None = None
     side_class: type["SharedConfig"] | None = None
     removed_fields: ClassVar[dict[str, tuple[Any, str]]] = {}
+    absent_fields: ClassVar[dict[str, tuple[Any, str]]] = ABSENT_FIELDS
     zero_fields: ClassVar[frozenset[str]] = frozenset()
     input_fields: ClassVar[dict[str, tuple[str, ...]]] = {}
     stored_fields: ClassVar[frozenset[str]] = frozenset()
@@ -135,6 +151,67 @@ class SharedConfig(ConfigMixin):
         decoder_start_token_id: int | None
         _sides: tuple[Any, Any]
         _whole: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        # A constructor of a user may have arguments of these names.
+        replaced = "__init__" in vars(cls)
+        super().__init_subclass__(**kwargs)
+        if replaced or not issubclass(cls, PreTrainedConfig):
+            return
+        initialize: Callable[..., None] = cls.__init__
+
+        @functools.wraps(initialize)
+        def initialize_by_name(self: Any, *args: Any, **fields: Any) -> None:
+            initialize(self, *args, **type(self).rename_fields(fields))
+
+        cls.__init__ = initialize_by_name  # type: ignore[method-assign]
+
+    @classmethod
+    def rename_fields(cls, fields: Mapping[str, Any], saved: bool = False) -> dict[str, Any]:
+        """Return fields with the names of this family, without those in `absent_fields`.
+
+        Args:
+            fields: Names, also those in `attribute_map`, and their values.
+            saved: The fields are those of a folder. The family's own name then takes precedence over others, names that
+                the family does not have are ignored, and one line reports both.
+
+        Raises:
+            ValueError: a field has two values, or the family does not have it.
+        """
+        found: dict[str, tuple[str, Any]] = {}
+        for given in sorted(fields, key=cls.attribute_map.__contains__):  # the family's own names first
+            name, value = cls.attribute_map.get(given, given), fields[given]
+            problem = advice = ""
+            if name in cls.absent_fields:
+                supported, advice = cls.absent_fields[name]
+                problem = "" if value == supported else f"{cls.__name__} does not support `{name}`, got {value!r}"
+            elif name not in found:
+                found[name] = given, value
+            elif value != found[name][1]:
+                first, kept = found[name]
+                problem = f"`{first}` and `{given}` are the same field of {cls.__name__}, got {kept!r} and {value!r}"
+                advice = "pass only one of them"
+            if problem and not saved:
+                raise ConfigurationError(f"{problem}; {advice}")
+            if problem:
+                logger.warning_once(f"config.json: {problem}; `{given}` is ignored")
+        return {name: value for name, (_, value) in found.items()}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
+        """Return a configuration from the fields of a folder and arguments, which override them.
+
+        An argument that is None requests the default, as in the constructor.
+
+        Raises:
+            ValueError: an argument is invalid, see `rename_fields`.
+        """
+        fields, arguments = cls.rename_fields(config_dict, saved=True), cls.rename_fields(kwargs)
+        unset = {item.name for item in dataclasses.fields(cls) if item.default is None}
+        absent = [name for name, value in arguments.items() if value is None and name in unset]
+        arguments = {name: value for name, value in arguments.items() if name not in absent}
+        config: Self = super().from_dict(fields | dict.fromkeys(absent), **arguments)
+        return config
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name, (supported, advice) in self.removed_fields.items():
@@ -167,14 +244,6 @@ class SharedConfig(ConfigMixin):
         super().__setattr__(name, value)
         for side, old, new in zip(sides, earlier, (self.encoder_config, self.decoder_config), strict=True):
             vars(side).update(item for item in vars(new).items() if item not in vars(old).items())
-
-    @classmethod
-    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
-        """Return a configuration; a keyword argument that is None asks for the default, as in the constructor."""
-        unset = {item.name for item in dataclasses.fields(cls) if item.default is None}
-        absent = {name for name, value in kwargs.items() if value is None and name in unset}
-        kwargs = {name: value for name, value in kwargs.items() if name not in absent}
-        return super().from_dict(config_dict | dict.fromkeys(absent), **kwargs)
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:

@@ -71,7 +71,8 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         pre_norm: LayerNorm before attention and feed-forward, and once at the end; False = after each (section 3.1).
         share_layers: all layers share one set of weights.
         layer_norm_eps: epsilon of every LayerNorm.
-        initializer_range: standard deviation of the initial weights.
+        initializer_range: standard deviation of the initial weights; None = 0.02 if d >= 512, else 1 / sqrt(2 d), the
+            deviation of the original's Xavier initialization of d x d matrices.
         pooling: input of a sequence classifier: the first token (`"cls"`), the last token (`"last"`), the mean over
             tokens (`"mean"`), or the packed sequence by max-pooling, mean (Table 3) or attention from the first token
             (`"packed_max"`, `"packed_mean"`, `"packed_attention"`). With `is_decoder=True` `"last"` or `"mean"`.
@@ -81,7 +82,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
         classifier_num_layers: hidden layers of the classification head.
         classifier_hidden_size: their width; None = `hidden_size`.
         classifier_activation: their activation.
-        classifier_dropout: probability before each layer of the classification head.
+        classifier_dropout: probability before each layer of the classification head; None = `dropout`.
         classifier_bias: the last layer of the classification head has a bias.
         pair_features: features of the sequences a and b of a pair: `"concat"` [b, a] (the order of the 2021 LRA
             code) or `"interaction"` [a, b, a * b, a - b].
@@ -121,14 +122,15 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     model_type = "luna"
     default_fields = {
         "num_pack_attention_heads": "num_attention_heads", "embedding_size": "hidden_size",
-        "classifier_hidden_size": "hidden_size",
+        "classifier_hidden_size": "hidden_size", "classifier_dropout": "dropout",
     }  # fmt: skip
     decoder_fields = DECODER_FIELDS
     removed_fields = REMOVED_FIELDS
     stored_fields = frozenset({"first_position"})
     attribute_map = {
         "d_model": "hidden_size", "encoder_layers": "num_hidden_layers", "activation": "hidden_act",
-        "dropout_prob": "dropout", "attention_probs_dropout_prob": "attention_dropout",
+        "dropout_prob": "dropout", "hidden_dropout_prob": "dropout",
+        "attention_probs_dropout_prob": "attention_dropout",
     }  # fmt: skip
     base_model_fsdp_plan = {
         "embeddings.word_embeddings": "free_full_weight",
@@ -162,14 +164,14 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     pre_norm: bool = False
     share_layers: bool = False
     layer_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
+    initializer_range: float | None = None
     pooling: str = "cls"
     pool_padding: bool = False
     drop_first_token: bool = False
     classifier_num_layers: int = 1
     classifier_hidden_size: int | None = None
     classifier_activation: str = "tanh"
-    classifier_dropout: float | int = 0.0
+    classifier_dropout: float | int | None = 0.0
     classifier_bias: bool = True
     pair_features: str = "concat"
     pad_token_id: int | None = 1
@@ -201,6 +203,8 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
             self.scale_embedding = self.position_embedding_type == "sinusoidal"
         if self.first_position is None:
             self.first_position = 0 if self.input_type == "values" else (self.pad_token_id or 0) + 1
+        if self.initializer_range is None:  # before the check of `hidden_size`
+            self.initializer_range = 0.02 if self.hidden_size >= 512 else (2 * max(self.hidden_size, 1)) ** -0.5
         for field in ("dynamic_projection_length", "contextual_projection"):
             if getattr(self, field) is None:
                 setattr(self, field, not self.learns_causal_projection)

@@ -2,6 +2,14 @@
 
 from typing import Any, Self
 
+# Standard deviation in the original code for models that it initializes as BERT.
+BERT_RANGE = 0.02
+
+
+def xavier_range(width: int) -> float:
+    """Return the deviation of the original's projections: Xavier initialization with gain 1 / sqrt(2)."""
+    return float((2 * width) ** -0.5)
+
 
 class LunaPresets:
     """Base of `LunaConfig` with its presets."""
@@ -9,7 +17,7 @@ class LunaPresets:
     @classmethod
     def base_512(cls, tied: bool = True, **overrides: Any) -> Self:
         """`luna_base_tied_512` (132 M parameters) or, with `tied=False`, `luna_base_untied_512` (146 M)."""
-        return cls(**{"tie_key_value": tied} | overrides)
+        return cls(**{"tie_key_value": tied, "initializer_range": BERT_RANGE} | overrides)
 
     @classmethod
     def base_2048(cls, tied: bool = True, **overrides: Any) -> Self:
@@ -41,7 +49,7 @@ class LunaPresets:
             "vocab_size": vocab_size, "projection_length": projection_length, "hidden_size": width,
             "tie_key_value": False, "classifier_activation": "relu", "classifier_bias": False,
         }  # fmt: skip
-        return cls(**fields | overrides)
+        return cls(**{"initializer_range": xavier_range(width)} | fields | overrides)
 
     @classmethod
     def lra_listops(cls, vocab_size: int, projection_length: int = 16, **overrides: Any) -> Self:
@@ -49,7 +57,7 @@ class LunaPresets:
         return cls._lra(
             vocab_size, projection_length, 512, overrides, num_hidden_layers=6, share_layers=True,
             num_attention_heads=8, intermediate_size=2048, max_position_embeddings=2001, classifier_hidden_size=2048,
-            num_labels=10,
+            num_labels=10, initializer_range=BERT_RANGE,
         )  # fmt: skip
 
     @classmethod
@@ -58,6 +66,7 @@ class LunaPresets:
         return cls._lra(
             vocab_size, projection_length, 256, overrides, num_hidden_layers=4, num_attention_heads=4,
             intermediate_size=1024, max_position_embeddings=4002, classifier_hidden_size=1024,
+            initializer_range=BERT_RANGE,
         )  # fmt: skip
 
     @classmethod
@@ -101,6 +110,7 @@ class LunaPresets:
             "is_encoder_decoder": True, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6,
             "num_attention_heads": 8, "hidden_act": "relu", "activation_dropout": 0.1, "embedding_norm": False,
             "position_embedding_type": "sinusoidal", "max_position_embeddings": 1024,
+            "initializer_range": xavier_range(512),
         }  # fmt: skip
         config_class: Any = cls
         return config_class.with_encoder()(**fields | overrides)

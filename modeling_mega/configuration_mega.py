@@ -5,7 +5,7 @@ from typing import Any, Self
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
-from luna_mega.modeling_common.configuration import MOST_IN_CHUNK, SharedConfig, strict
+from luna_mega.modeling_common.configuration import ABSENT_FIELDS, MOST_IN_CHUNK, SharedConfig, strict
 from luna_mega.modeling_mega.adaptive import check_bands
 from luna_mega.modeling_mega.presets_mega import MegaPresets
 
@@ -134,6 +134,10 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         "classifier_dropout": "hidden_dropout_prob",
     }  # fmt: skip
     decoder_fields = DECODER_FIELDS
+    absent_fields = ABSENT_FIELDS | {
+        "layer_norm_eps": (1e-5, "omit it, because the epsilon of the norms is always 1e-5"),
+        "position_embedding_type": (None, "use `relative_positional_bias`"),
+    }
     zero_fields = frozenset({"ema_projection_size", "decoder_ema_projection_size"})
     input_fields = {
         "image_size": ("patches",), "patch_size": ("patches",), "use_absolute_position_embeddings": ("patches",),
@@ -246,6 +250,11 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
                 f"chunk_size={self.chunk_size} has no effect without use_chunking=True: attention covers all "
                 "positions, and time grows with the square of the length; pass use_chunking=True, or omit chunk_size"
             )
+        if self.type_vocab_size != MegaConfig.type_vocab_size and not self.add_token_type_embeddings:
+            logger.warning_once(
+                f"type_vocab_size={self.type_vocab_size} has no effect without add_token_type_embeddings=True; pass "
+                "it, or omit type_vocab_size"
+            )
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
@@ -330,7 +339,7 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         if self.relative_positional_bias == "rotary" and (width := self.shared_representation_size) % 2:
             raise ValueError(f"a rotary bias requires an even `shared_representation_size`, got {width}")
         if self.num_attention_heads != 1:
-            raise ValueError(f"`num_attention_heads` must be 1 for Mega, got {self.num_attention_heads}")
+            raise ValueError(f"`num_attention_heads` must be 1 for Mega, got {self.num_attention_heads}; omit it")
         if self.is_decoder and self.bidirectional:
             raise ValueError("is_decoder=True requires bidirectional=False, got bidirectional=True")
         if self.ema_shift and not self.bidirectional:

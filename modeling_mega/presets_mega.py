@@ -13,7 +13,7 @@ class MegaPresets:
             "hidden_size": width, "intermediate_size": values, "nffn_hidden_size": values,
             "relative_positional_bias": "simple", "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
             "nffn_activation_dropout_prob": 0.0, "pooling": "mean", "classifier_hidden_size": values,
-            "classifier_activation": "gelu", "classifier_bias": False,
+            "classifier_activation": "gelu", "classifier_bias": False, "initializer_range": 0.02,
         }  # fmt: skip
         return cls(**fields | overrides)
 
@@ -109,7 +109,7 @@ class MegaPresets:
             "max_positions": (size // patch) ** 2, "ema_shift": True, "final_norm": True, "output_projection": True,
             "drop_path_rate": 0.3, "pooling": "mean", "dropout_prob": 0.0, "hidden_dropout_prob": 0.0,
             "attention_probs_dropout_prob": 0.0, "nffn_activation_dropout_prob": 0.0, "classifier_num_layers": 0,
-            "classifier_activation": "silu", "num_labels": 1000,
+            "classifier_activation": "silu", "num_labels": 1000, "initializer_range": 0.02,
         }  # fmt: skip
         return cls(**fields | overrides)
 
@@ -126,7 +126,7 @@ class MegaPresets:
             "hidden_size": width, "intermediate_size": values, "nffn_hidden_size": values, "bidirectional": False,
             "is_decoder": True, "use_chunking": True, "truncation": 8192, "normalization_type": "layernorm",
             "final_norm": True, "final_norm_affine": False, "scale_embedding": True, "lm_head_bias": False,
-            "add_lm_hidden_dense_layer": False, "bos_token_id": 2,
+            "add_lm_hidden_dense_layer": False, "bos_token_id": 2, "initializer_range": 0.02,
         }  # fmt: skip
         return cls(**fields | overrides)
 
@@ -157,6 +157,7 @@ class MegaPresets:
             "shared_representation_size": shared, "num_hidden_layers": 6, "max_positions": 1024,
             "relative_positional_bias": "simple", "normalization_type": "layernorm", "normalize_before_mega": False,
             "normalize_before_ffn": False, "scale_embedding": True, "dropout_prob": dropout,
+            "initializer_range": 0.02,
         }  # fmt: skip
         config_class: Any = cls
         return config_class.with_encoder()(**fields | overrides)

@@ -2,7 +2,7 @@
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.modeling_common.configuration import MOST_IN_CHUNK, SharedConfig, strict
+from luna_mega.modeling_common.configuration import ABSENT_FIELDS, MOST_IN_CHUNK, SharedConfig, strict
 from luna_mega.modeling_megalodon.presets_megalodon import MegalodonPresets
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -71,8 +71,15 @@ class MegalodonConfig(MegalodonPresets, SharedConfig, PreTrainedConfig):
     base_model_fsdp_plan = {"embed_tokens": "free_full_weight", "layers.*": "free_full_weight"}
     attribute_map = {
         "d_model": "hidden_size", "attention_chunk": "chunk_size",
-        "dropout": "dropout_prob", "attention_dropout": "attention_probs_dropout_prob",
+        "dropout": "dropout_prob", "attention_dropout": "attention_probs_dropout_prob", "layer_norm_eps": "norm_eps",
     }  # fmt: skip
+    absent_fields = ABSENT_FIELDS | {
+        "hidden_act": ("silu", "omit it, because the activation is always SiLU"),
+        "initializer_range": (None, "use `initializer`"),
+        "max_position_embeddings": (None, "omit it, because inputs can have any length"),
+        "position_embedding_type": (None, "omit it, because positions are always rotary"),
+        "type_vocab_size": (0, "omit it, because there are no token types"),
+    }
 
     vocab_size: int = 32000
     hidden_size: int = 1024

@@ -7,9 +7,10 @@ import torch
 from luna_mega import LunaConfig
 from luna_mega.convert.evidence import Evidence, flag, number, size, word
 from luna_mega.convert.keymap import LAYER_NORM, Row, rows
-from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, Table, size_of
+from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, Table, derived, size_of
 from luna_mega.errors import ConversionError
 from luna_mega.modeling_luna.modeling_luna import sinusoids
+from luna_mega.modeling_luna.presets_luna import BERT_RANGE
 
 # Revisions of the code, with their names in conversion reports: the published models, and the last commit.
 CODE_2021, CODE_2023 = "r21", "head"
@@ -25,6 +26,8 @@ _LAYER_NORMS = {
 }
 
 
+# Of new heads; the field's default depends on the width.
+INITIALIZER = derived("initializer_range", lambda evidence: BERT_RANGE)
 FACTS = {
     "config_class": LunaConfig,
     "unsupported_options": {"ema-convention": "Luna has no moving average"},
@@ -61,6 +64,7 @@ def encoder_arguments(body: str, layers: Callable, width: Callable, positions: C
         Arg("activation_fn", "hidden_act", ACTIVATIONS, "gelu", kind=word),
         Arg("dropout", "dropout", default=0.1, kind=number),
         Arg("attention_dropout", "attention_dropout", default=0.1, kind=number),
+        INITIALIZER,
     )
 
 

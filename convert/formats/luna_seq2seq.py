@@ -108,6 +108,7 @@ _TABLE = (
     Arg("attention_dropout", "attention_dropout", default=0.0, kind=number),
     Arg("activation_dropout", "activation_dropout", default=0.0, kind=number),
     Arg("word_dropout", "word_dropout", default=0.0, kind=number),
+    _luna.INITIALIZER,
     *_translation.SHARING,
     *_side("encoder"),
     *_side("decoder"),

@@ -1,12 +1,12 @@
 """Generate or convert the data of Long Range Arena (Tay et al. 2021) as parquet files with a dataset card.
 
-    python examples/lra/prepare.py listops --output data/listops
-    python examples/lra/prepare.py pathfinder --output data/pathfinder --processes 16
-    python examples/lra/prepare.py pathx --output data/pathx --processes 16
-    python examples/lra/prepare.py text --source stanfordnlp/imdb --output data/text
-    python examples/lra/prepare.py image --source uoft-cs/cifar10 --output data/image
-    python examples/lra/prepare.py retrieval --source lra_release/tsv_data --output data/retrieval
-    python examples/lra/prepare.py speech --source speech_commands_v0.02 --output data/speech
+    python examples/lra/prepare.py listops --output_dir data/listops
+    python examples/lra/prepare.py pathfinder --output_dir data/pathfinder --processes 16
+    python examples/lra/prepare.py pathx --output_dir data/pathx --processes 16
+    python examples/lra/prepare.py text --source stanfordnlp/imdb --output_dir data/text
+    python examples/lra/prepare.py image --source uoft-cs/cifar10 --output_dir data/image
+    python examples/lra/prepare.py retrieval --source lra_release/tsv_data --output_dir data/retrieval
+    python examples/lra/prepare.py speech --source speech_commands_v0.02 --output_dir data/speech
 
 ListOps and Pathfinder are generated unless --source is given. The rows depend on --seed only, not on the number of
 processes. `load_dataset(FOLDER)` loads the splits, and the folder can be pushed to the Hub.
@@ -91,7 +91,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     tasks = parser.add_subparsers(dest="task", required=True, metavar="TASK", help=", ".join(TASKS))
     for task in TASKS:
         options = tasks.add_parser(task, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-        options.add_argument("--output", type=Path, required=True, help="output folder")
+        options.add_argument("--output_dir", type=Path, required=True, help="output folder")
         made, add = task in GENERATED, partial(options.add_argument, type=int, metavar="N")
         place = "Hub name or folder" if task in (*VALIDATION, "speech") else "folder"
         options.add_argument(
@@ -115,7 +115,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             options.add_argument("--words", nargs="+", default=list(released.SC10), help="classes")
             add("--sampling_rate", default=16_000, help="sampling rate of the clips in Hz")
     arguments = parser.parse_args(argv)
-    lib.check_no_file("output", arguments.output)
+    lib.check_no_file("output_dir", arguments.output_dir)
     lib.check_no_file("source", arguments.source or "")
     for name, least in (("seed", 0), ("processes", 1), *((split, 0) for split in SPLITS)):
         if getattr(arguments, name, least) < least:
@@ -203,9 +203,9 @@ def save(splits: dict[str, Dataset], task: str, command: str, output: Path) -> N
 
 def main(argv: list[str] | None = None) -> None:
     arguments = parse(argv)
-    output, features = arguments.output, Features(TASKS[arguments.task][0])
+    output, features = arguments.output_dir, Features(TASKS[arguments.task][0])
     if output.is_dir() and any(output.iterdir()):
-        lib.fail(f"{output} contains other files; choose another --output")
+        lib.fail(f"{output} contains other files; choose another --output_dir")
     command = shlex.join(["python", "examples/lra/prepare.py", *(argv or sys.argv[1:])])
     with lib.one_line("", DatasetsError), TemporaryDirectory() as cache:
         splits = (convert if arguments.source else generate)(arguments, features, cache)

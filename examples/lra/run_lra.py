@@ -44,12 +44,12 @@ _NO_TOKENS = 8  # vocabulary of a model that reads values
 
 @dataclass
 class DataArguments(lib.SourceArguments, lib.ClassifierArguments):
-    task: str = HfArg(default="text", help=f"task: {' | '.join(TASKS)}")
+    task_name: str = HfArg(default="text", help=f"task: {' | '.join(TASKS)}")
     convention: str = HfArg(default="ours", help=f"conventions of data and evaluation: {' | '.join(CONVENTIONS)}")
-    max_length: int | None = HfArg(default=None, help="maximum input length; default: the benchmark's")
+    max_seq_length: int | None = HfArg(default=None, help="maximum input length; default: the benchmark's")
     pixels: str | None = HfArg(default=None, help="values | tokens; default: the convention's")
     self_pretraining_steps: int = HfArg(default=0, help="steps of self-pretraining on masked inputs of the task")
-    masked_share: float = HfArg(default=0.15, help="share of the inputs that are masked in self-pretraining")
+    mlm_probability: float = HfArg(default=0.15, help="share of the inputs that are masked in self-pretraining")
     warmup_power: float = HfArg(default=1.0, help="power of the step in the warmup; 1 unless the schedule is linear")
 
 
@@ -63,18 +63,18 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
     kinds = (DataArguments, ModelArguments, TrainingArguments)
     defaults = {"metric_for_best_model": "accuracy", "remove_unused_columns": False}
     data, model, training = lib.parse_arguments(kinds, argv, **defaults)
-    lib.check_choice(data, "task", TASKS)
+    lib.check_choice(data, "task_name", TASKS)
     lib.check_choice(data, "convention", CONVENTIONS)
     if data.pixels is not None:
         lib.check_choice(data, "pixels", ("values", "tokens"))
     run = lib.Run(data, model, training)
-    task = TASKS[data.task]
+    task = TASKS[data.task_name]
     data.pixels = data.pixels or CONVENTIONS[data.convention].pixels
-    data.max_length = task.max_length if data.max_length is None else data.max_length
-    lib.check_least(data, 4, "max_length")
+    data.max_seq_length = task.max_length if data.max_seq_length is None else data.max_seq_length
+    lib.check_least(data, 4, "max_seq_length")
     lib.check_least(data, 0, "self_pretraining_steps")
-    if not 0.0 < data.masked_share < 1.0:
-        lib.fail(f"--masked_share {data.masked_share} must be between 0 and 1")
+    if not 0.0 < data.mlm_probability < 1.0:
+        lib.fail(f"--mlm_probability {data.mlm_probability} must be between 0 and 1")
     if data.warmup_power != 1.0 and training.lr_scheduler_type != "linear":
         lib.fail(f"--warmup_power {data.warmup_power} requires --lr_scheduler_type linear")
     # Trainer counts only the first sequence of a pair; values have no padding.
@@ -84,18 +84,18 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
 
 def reads_values(data: DataArguments) -> bool:
     """Return whether the inputs are pixels as real numbers."""
-    return TASKS[data.task].kind == "pixels" and data.pixels == "values"
+    return TASKS[data.task_name].kind == "pixels" and data.pixels == "values"
 
 
 def load_rows(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset], list[str]]:
     """Return the required splits of the convention, with outputs as labels, and the label names of the head."""
-    task, convention, limits = TASKS[data.task], CONVENTIONS[data.convention], lib.choose_splits(training, data)
-    needed = {"train", "validation", "test"} if data.task in convention.tests_on else limits
+    task, convention, limits = TASKS[data.task_name], CONVENTIONS[data.convention], lib.choose_splits(training, data)
+    needed = {"train", "validation", "test"} if data.task_name in convention.tests_on else limits
     texts, columns = ((), task.columns) if task.kind == "pixels" else (task.columns, ())
     splits = lib.load_splits(dict.fromkeys(needed), data, texts, [*columns, "label"])
-    splits = tasks.choose_splits(splits, data.task, convention)
+    splits = tasks.choose_splits(splits, data.task_name, convention)
     classes = tasks.label_names(next(iter(splits.values())), task.classes)
     names, outputs = lib.match_labels(model, classes, training)
     rows = {}
@@ -110,7 +110,7 @@ def choose_config(
     data: DataArguments, model: ModelArguments, tokenizer: PreTrainedTokenizerFast | None, labels: Sequence[str]
 ) -> PreTrainedConfig:
     """Return the configuration; new models have the fields of the paper and of the convention."""
-    task = TASKS[data.task]
+    task = TASKS[data.task_name]
     fields = lib.label_fields(labels) | {"problem_type": "single_label_classification", "pairs": task.pairs}
     if not model.model_name_or_path:
         fields = CONVENTIONS[data.convention].fields | fields
@@ -121,29 +121,29 @@ def choose_config(
             size = _NO_TOKENS if tokenizer is None else len(tokenizer)
             fields = getattr(classes[model.model_type], task.preset)(vocab_size=size).to_diff_dict() | fields
     kind = "values" if tokenizer is None else "tokens"
-    shorten = None if task.kind == "pixels" else (data, "max_length")  # an image has a fixed number of pixels
-    return lib.make_config(model, tokenizer, data.max_length, kind, shorten=shorten, **fields)
+    shorten = None if task.kind == "pixels" else (data, "max_seq_length")  # an image has a fixed number of pixels
+    return lib.make_config(model, tokenizer, data.max_seq_length, kind, shorten=shorten, **fields)
 
 
 def load_data(
     data: DataArguments, model: ModelArguments, training: TrainingArguments
 ) -> tuple[dict[str, Dataset], PreTrainedTokenizerFast | None, PreTrainedConfig]:
     """Return the encoded splits, the tokenizer (None for real numbers), and the configuration of the model."""
-    task, convention = TASKS[data.task], CONVENTIONS[data.convention]
+    task, convention = TASKS[data.task_name], CONVENTIONS[data.convention]
     splits, labels = load_rows(data, model, training)
     if reads_values(data):
         tokenizer = None
     elif model.model_name_or_path:
         tokenizer = lib.load_tokenizer(model.model_name_or_path)
     else:
-        tokenizer = tasks.make_tokenizer(task.kind, convention, data.max_length)
+        tokenizer = tasks.make_tokenizer(task.kind, convention, data.max_seq_length)
     config = choose_config(data, model, tokenizer, labels)
     for name, split in splits.items():
         if task.kind == "pixels":
-            splits[name] = tasks.encode_images(split, name, task, tokenizer, convention, data.max_length)
+            splits[name] = tasks.encode_images(split, name, task, tokenizer, convention, data.max_seq_length)
         else:
             options = {"keep_in_memory": training.world_size == 1, "desc": name}
-            splits[name] = tasks.encode_texts(split, task, tokenizer, convention, data.max_length, **options)
+            splits[name] = tasks.encode_texts(split, task, tokenizer, convention, data.max_seq_length, **options)
     return splits, tokenizer, config
 
 
@@ -151,7 +151,7 @@ def pair_class(model_type: str, task: str) -> type[PreTrainedModel]:
     """Return the class that encodes the inputs of a pair separately; exit if there is none."""
     name = f"{model_type.capitalize()}ForSequencePairClassification"
     if not hasattr(luna_mega, name):
-        lib.fail(f"--task {task}: there is no {name}; use luna, mega or transformer")
+        lib.fail(f"--task_name {task}: there is no {name}; use luna, mega or transformer")
     return getattr(luna_mega, name)
 
 
@@ -169,17 +169,17 @@ def make_pair_collator(tokenizer: PreTrainedTokenizerFast) -> Callable[[list[dic
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
     data, model, training, run = parse(argv)
-    task = TASKS[data.task]
+    task = TASKS[data.task_name]
 
     with run.reading():
         splits, tokenizer, config = load_data(data, model, training)
 
     model_class = AutoModelForSequenceClassification
     if task.pairs and config.model_type != transformer.TransformerConfig.model_type:
-        model_class = pair_class(config.model_type, data.task)
+        model_class = pair_class(config.model_type, data.task_name)
     network = lib.make_model(model_class, model, config)
     if data.self_pretraining_steps and training.do_train and not model.model_name_or_path:
-        options = (task, tokenizer, training, data.self_pretraining_steps, data.masked_share)
+        options = (task, tokenizer, training, data.self_pretraining_steps, data.mlm_probability)
         pretraining.pretrain(network, splits["train"], *options)
     collator = make_pair_collator if task.pairs else DataCollatorWithPadding
     trainer = lib.OrderedTrainer(

@@ -31,6 +31,29 @@ MODELS = ("model_name_or_path", "tokenizer_name")  # options with a folder or a 
 # Options with paths that must exist.
 PATHS = dict.fromkeys(("dataset_path", "test_paths"), "folder")
 PATHS |= dict.fromkeys(("train_files", "validation_files"), "file")
+# Names of the same option in different scripts, in earlier versions and in the scripts of transformers.
+SYNONYMS = (
+    ("max_seq_length", "block_size", "max_length"),
+    ("task_name", "task"),
+    ("mlm_probability", "masked_share"),
+    ("eval_context", "context"),
+    ("eval_segment", "segment"),
+    ("chunk_size", "chunk"),
+    ("per_device_eval_batch_size", "batch_size"),
+    ("num_train_epochs", "epochs"),
+    ("max_steps", "steps"),
+    ("output_dir", "output"),
+    ("dataset_config", "dataset_config_name"),
+    ("train_files", "train_file", "dataset_path"),
+    ("validation_files", "validation_file", "dataset_path"),
+    ("validation_share", "validation_split_percentage"),
+    ("text_columns", "text_column", "text_column_name", "text_column_names"),
+    ("label_column", "label_column_name"),
+    ("image_column", "image_column_name"),
+    ("audio_column", "audio_column_name"),
+    ("max_target_length", "val_max_target_length"),
+    ("max_seconds", "max_length_seconds"),
+)
 AUTO = object()  # the value `auto` of an option, before `Parser` replaces it
 # Plain text that means "no value" in YAML.
 NULL = ("", "~", "null", "Null", "NULL")
@@ -86,7 +109,7 @@ def read_recipe(path: str, options: set[str], readers: tuple[Path, ...] = ()) ->
             fail(f"recipe {path}: must contain `option: value` lines")
         names = [name for name, _ in pairs]
         if unknown := set(names) - options - {"recipe"}:
-            fail(f"recipe {path}: unknown option {', '.join(sorted(unknown))}")
+            fail(f"recipe {path}: unknown option {', '.join(sorted(unknown))}{find_names(sorted(unknown), options)}")
         for name, value in pairs:
             if names.count(name) > 1:
                 fail(f"recipe {path}: {name} has several values; keep one of them")
@@ -188,13 +211,21 @@ def parse_arguments(dataclasses: tuple[type, ...], argv: list[str] | None, **def
             argv, return_remaining_strings=True, look_for_args_file=False
         )
     if unknown:
-        names = {name.split("=")[0].replace("-", "_"): name for name in unknown if name.startswith("--")}
-        known = {name.replace("-", "_"): name for name in parser._option_string_actions if "-" not in name.lstrip("-")}
-        close = [known[best] for name in names for best in difflib.get_close_matches(name, known, n=1)]
-        advice = f"; did you mean {', '.join(close)}?" if close else ""
+        names = [name.split("=")[0].lstrip("-").replace("-", "_") for name in unknown if name.startswith("--")]
+        known = [name.lstrip("-") for name in parser._option_string_actions if "-" not in name.lstrip("-")]
+        advice = find_names(names, known)
         parser.error(terminal(f"unknown option {' '.join(unknown)}{advice}"))
     check_values(*parsed)
     return tuple(parsed)
+
+
+def find_names(names: Iterable[str], known: Iterable[str]) -> str:
+    """Return the end of an error for unknown options: the options with the same meaning, or with similar names."""
+    close = []
+    for name in names:
+        same = [other for group in SYNONYMS if name in group for other in group if other in known]
+        close += (same or difflib.get_close_matches(name, known, n=1))[:1]
+    return f"; did you mean {', '.join(f'--{name}' for name in close)}?" if close else ""
 
 
 def has_bfloat16(on_cpu: bool) -> bool:

@@ -43,7 +43,7 @@ def read_settings(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return dict(tokenizer.init_kwargs.get(_KEY) or {})
 
 
-def apply_settings(options: object, tokenizer: PreTrainedTokenizerBase | None, *names: str, **other_names: str) -> None:
+def apply_settings(options: object, tokenizer: PreTrainedTokenizerBase | None, *names: str) -> None:
     """Set the options `names` that are None to the settings of the training.
 
     A different value that was passed is used, and a line says so.
@@ -51,18 +51,17 @@ def apply_settings(options: object, tokenizer: PreTrainedTokenizerBase | None, *
     Args:
         options: The options.
         tokenizer: The saved tokenizer; None for a new model.
-        names: Options with the names of their settings.
-        other_names: Options with other names -> their settings.
+        names: Options, with the names of their settings.
     """
     stored = {} if tokenizer is None else read_settings(tokenizer)
-    for name, setting in {**dict(zip(names, names, strict=True)), **other_names}.items():
-        given, trained = getattr(options, name), stored.get(setting)
+    for name in names:
+        given, trained = getattr(options, name), stored.get(name)
         if name == "tokenization" and tokenizer is not None:
             setattr(options, name, trained)
             if given not in (None, trained):
                 say(f"--tokenization {given} is not used, because the tokenizer is loaded")
         elif given is None:
-            setattr(options, name, SETTINGS[setting] if trained is None else trained)
+            setattr(options, name, SETTINGS[name] if trained is None else trained)
         elif trained not in (None, given):
             say(f"--{name} {given} is used, although the model was trained with {trained}")
 

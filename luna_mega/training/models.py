@@ -150,11 +150,12 @@ def _matching(overrides: dict[str, Any], config: PreTrainedConfig, model: Checkp
         kind, _, field = name.rpartition(".")
         if kind and kind not in CONFIG_MAPPING:
             fail(f"--config_overrides {name}: there is no model type {kind}; use luna.FIELD, mega.FIELD or FIELD")
-        if not hasattr(AutoConfig.for_model(kind) if kind else config, field):
+        checked = AutoConfig.for_model(kind) if kind else config
+        if not all(hasattr(checked, own) for own in getattr(checked, "rename_fields", dict)({field: value})):
             fail(f"--config_overrides: {kind or config.model_type} has no field {field}")
         if not kind or (kind == config.model_type and not model.model_name_or_path):
             chosen[field] = value
-    return chosen
+    return getattr(config, "rename_fields", dict)(chosen)
 
 
 def count_types(tokenizer: PreTrainedTokenizerBase) -> int:

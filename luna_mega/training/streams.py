@@ -96,10 +96,16 @@ class Stream(IterableDataset):
     """
 
     def __init__(
-        self, examples: datasets.IterableDataset, change: Change | None, training: TrainingArguments, buffer_size: int
+        self,
+        examples: datasets.IterableDataset,
+        change: Change | None,
+        training: TrainingArguments,
+        buffer_size: int,
+        length: str,
     ):
+        """`length` is the name of the option with the length of an example."""
         if next(iter(examples), None) is None:
-            fail("the streamed training data have too little text for one example; reduce --block_size")
+            fail(f"the streamed training data have too little text for one example; reduce --{length}")
         examples = examples.shuffle(training.seed, buffer_size=buffer_size)
         self.rank, self.count = training.process_index, training.world_size
         self.own_files = self.count > 1 and examples.num_shards % self.count == 0

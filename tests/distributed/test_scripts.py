@@ -73,7 +73,7 @@ SCRIPTS = {
         write_texts,
         ["--model_type", "mega", "--block_size", "32", "--eval_context", "64", "--eval_segment", "32"],
     ),
-    "run_mlm": (write_texts, ["--config_overrides", LUNA, "--vocab_size", "300", "--block_size", "32"]),
+    "run_mlm": (write_texts, ["--config_overrides", LUNA, "--vocab_size", "300", "--max_seq_length", "32"]),
     "run_glue": (
         partial(write_splits, partial(glue.rows, "sst2"), **SIZES),
         [
@@ -144,7 +144,7 @@ def test_two_processes_equal_one(name, ranks, tmp_path):
 def test_a_run_resumes_on_another_number_of_processes(ranks, tmp_path):
     """A run resumes with the same losses in the second epoch, whose order and masks differ from the first one."""
     data = write_texts(tmp_path / "data")
-    options = ["--config_overrides", MEGA, "--model_type", "mega", "--vocab_size", "300", "--block_size", "32"]
+    options = ["--config_overrides", MEGA, "--model_type", "mega", "--vocab_size", "300", "--max_seq_length", "32"]
     options += ["--dataset_path", str(data), "--do_train", "--optim", "sgd", "--learning_rate", "0.1"]
 
     def run(processes, output, *more):
@@ -165,7 +165,7 @@ def test_a_run_resumes_on_another_number_of_processes(ranks, tmp_path):
 
 def test_wrong_numbers_of_processes_raise(ranks, tmp_path):
     options = ["--dataset_path", str(write_texts(tmp_path / "data")), "--output_dir", str(tmp_path / "out")]
-    options += ["--do_train", "--vocab_size", "300", "--block_size", "32", "--config_overrides", LUNA]
+    options += ["--do_train", "--vocab_size", "300", "--max_seq_length", "32", "--config_overrides", LUNA]
     large = [*options, "--use_cpu", "--per_device_train_batch_size", "1000"]
     (message,) = {answer["error"] for answer in ranks(2, call, "run_mlm", large)}
     assert "2 processes with --per_device_train_batch_size 1000 need 2000 examples for a batch" in message

@@ -41,7 +41,7 @@ OPTIONS = {
     ],
     "run_text_classification": lambda to: [*LUNA, "--dataset_path", lines(to, "text")],
     "run_race": lambda to: [*LUNA, "--dataset_path", splits(race.race_rows, to)],
-    "run_mlm": lambda to: [*LUNA, "--block_size", 16, "--dataset_path", lines(to, "text")],
+    "run_mlm": lambda to: [*LUNA, "--max_seq_length", 16, "--dataset_path", lines(to, "text")],
     "run_clm": lambda to: [*MEGA, "--block_size", 16, "--tokenization", "byte", "--dataset_path", lines(to, "text")],
     "run_audio": lambda to: [*MEGA, "--audio_column", "clip", "--dataset_path", splits(audio.rows, to)],
     "run_image_classification": lambda to: [

@@ -15,16 +15,16 @@ SHORT = ["--config_overrides", f"{TINY},max_position_embeddings=8"]
 TABLE = ["--config_overrides", f"{resume.MEGA},relative_positional_bias=simple,max_positions=8", "--model_type", "mega"]
 GLUE, RACE = ["run_glue", "text", "--task_name", "sst2"], ["run_race", "race"]
 MLM, CLM, TEXT = ["run_mlm", "text"], ["run_clm", "text"], ["run_text_classification", "text"]
-LRA = ["lra.run_lra", "text", "--task", "text", "--model_type", "mega"]
+LRA = ["lra.run_lra", "text", "--task_name", "text", "--model_type", "mega"]
 TRANSLATION = ["run_translation", "pairs", "--vocab_size", 270]
 EVALUATED = ["--do_eval", "--max_steps", 1]
 REDUCED = {
     "glue": ([*GLUE, *SHORT], ["--max_seq_length 128 is reduced to 8, because the model has 8 positions"]),
     "text": ([*TEXT, *SHORT], ["--max_seq_length 512 is reduced to 8"]),
     "race": ([*RACE, *SHORT], ["--max_seq_length 512 is reduced to 8"]),
-    "mlm": ([*MLM, *SHORT], ["--block_size 512 is reduced to 8"]),
+    "mlm": ([*MLM, *SHORT], ["--max_seq_length 512 is reduced to 8"]),
     "clm": ([*CLM, *SHORT, "--model_type", "luna"], ["--block_size 512 is reduced", "--eval_context 8192 is reduced"]),
-    "lra": ([*LRA, *TABLE], ["--max_length 4096 is reduced to 8"]),
+    "lra": ([*LRA, *TABLE], ["--max_seq_length 4096 is reduced to 8"]),
     "translation": (
         [*TRANSLATION, "--config_overrides", f"{TINY},max_position_embeddings=9,max_target_positions=7"],
         ["--max_source_length 128 is reduced to 9", "--max_target_length 128 is reduced to 7"],
@@ -69,7 +69,7 @@ def test_other_models_are_evaluated(train_rows, name, model_type):
     """Models of transformers with other outputs: encoder states, logits of masked tokens, no cache with labels."""
     arguments = {"clm": CLM, "mlm": MLM, "glue": GLUE, "text": TEXT, "lra": LRA, "translation": TRANSLATION}[name]
     options = ["--model_type", model_type, "--config_overrides", OTHERS[model_type]]
-    options += ["--block_size", 24] if name in ("clm", "mlm") else []
+    options += ["--block_size" if name == "clm" else "--max_seq_length", 24] if name in ("clm", "mlm") else []
     output = train_rows("out", *arguments, *EVALUATED, *options)
     assert json.loads((output / "all_results.json").read_text(encoding="utf-8"))["eval_loss"] > 0
     if model_type == "roberta":  # the first token has the position after the padding id, 1

@@ -22,7 +22,7 @@ def demo(script, monkeypatch):
 def test_every_step_in_the_folder_of_an_earlier_run(demo, with_code, tmp_path, capsys):
     torch.set_num_threads(2)
     (tmp_path / "models" / "converted" / "old").mkdir(parents=True)
-    results = demo.main(["--epochs=1", "--output_dir", str(tmp_path)])
+    results = demo.main(["--num_train_epochs=1", "--output_dir", str(tmp_path)])
     assert torch.get_num_threads() == 1
     printed = capsys.readouterr().out
     assert re.findall(r"^(\d)\. ", printed, re.MULTILINE) == list("123456")
@@ -70,7 +70,7 @@ def test_another_result_without_the_package_is_an_error(demo, program, message, 
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [("--learning_rate=nan", "nan must be a finite number"), ("--epochs=-1", "must be at least 0")],
+    [("--learning_rate=nan", "nan must be a finite number"), ("--num_train_epochs=-1", "must be at least 0")],
 )
 def test_options_are_checked_first(demo, option, message):
     with pytest.raises(SystemExit, match=message):

@@ -72,7 +72,7 @@ def test_control_characters_are_not_printed(call, tmp_path):
 
 
 def mlm(data, output):
-    model = ["--config_overrides", TINY, "--vocab_size", 300, "--block_size", 32]
+    model = ["--config_overrides", TINY, "--vocab_size", 300, "--max_seq_length", 32]
     return ["--dataset_path", data, "--output_dir", output, "--do_train", "--max_steps", 1, *model]
 
 

@@ -181,7 +181,7 @@ SCRIPTS = {
     "run_audio": (["x", "", "y"], []),
     "run_image_classification": ([0.0, math.nan, 1.0], IMAGES),
     "run_race": (["A", "NA", "B"], ["--max_seq_length", 16]),
-    "lra.run_lra": ([0, -1, 1], ["--task", "text", "--max_length", 16]),
+    "lra.run_lra": ([0, -1, 1], ["--task_name", "text", "--max_seq_length", 16]),
 }
 
 

@@ -32,7 +32,7 @@ SCRIPTS = {
     "run_text_classification": (["--max_seq_length", 16], ["bad", "good"]),
     "run_audio": ([], ["high", "low"]),
     "run_image_classification": ([], ["left", "right"]),
-    "lra.run_lra": (["--task", "text", "--max_length", 16], ["neg", "pos"]),
+    "lra.run_lra": (["--task_name", "text", "--max_seq_length", 16], ["neg", "pos"]),
 }
 
 

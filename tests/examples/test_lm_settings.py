@@ -72,13 +72,13 @@ def test_evaluation_equals_that_of_the_training(trained, evaluate, case):
 def test_options_replace_settings(trained, evaluate, capsys):
     model, metrics = trained(*SETTINGS["characters"])
     assert "evaluating" not in capsys.readouterr().out
-    evaluate(model, "--context", 64)
+    evaluate(model, "--eval_context", 64)
     assert "evaluating the last 0.1 of the split train, as in the training" in capsys.readouterr().out
-    loss = evaluate(model, "--context", 64, "--line_end", "eos", "--split", "validation")[64]
+    loss = evaluate(model, "--eval_context", 64, "--line_end", "eos", "--split", "validation")[64]
     printed = capsys.readouterr().out
     assert "--line_end eos is used, although the model was trained with newline" in printed
     assert "evaluating the last" not in printed and loss != pytest.approx(metrics["eval_loss"], rel=1e-3)
-    evaluate(model, "--context", 64, "--split", "train")
+    evaluate(model, "--eval_context", 64, "--split", "train")
     assert "--split train contains the text of the training; pass --last_share 0.1" in capsys.readouterr().out
 
 
@@ -123,7 +123,7 @@ def test_lengths_of_a_model_with_positions(trained, evaluate, script, tmp_path, 
     assert "--eval_context 8192 is reduced to 16, because the model has 16 positions" in capsys.readouterr().out
     assert AutoTokenizer.from_pretrained(model).model_max_length == 16
     assert evaluate(model) == {16: pytest.approx(metrics["eval_loss"], rel=1e-6)}
-    assert "--context [16, 128, 512, 2048, 8192] is reduced to [16]" in capsys.readouterr().out
+    assert "--eval_context [16, 128, 512, 2048, 8192] is reduced to [16]" in capsys.readouterr().out
     options = ["--model_name_or_path", model, "--prompt", "to be", "--output_dir", tmp_path / "text"]
     script("generate_lm").main([*map(str, options), "--device", "cpu", "--temperature", "0"])
     assert "--max_new_tokens 1000 is reduced to 12" in capsys.readouterr().out

@@ -41,7 +41,7 @@ def value(tokens: list[str]) -> int:
 
 def test_listops(prepare, tmp_path):
     """Values are correct, lengths are within their limits, trees are unique, and splits load by name."""
-    prepare("listops", "--output", tmp_path, "--processes", 1, *ROWS, *SHORT)
+    prepare("listops", "--output_dir", tmp_path, "--processes", 1, *ROWS, *SHORT)
     splits = load_dataset(str(tmp_path))
     assert {name: len(split) for name, split in splits.items()} == {"train": 40, "validation": 8, "test": 8}
     rows = [row for split in splits.values() for row in split]
@@ -94,7 +94,7 @@ def test_pathfinder(script, size, count):
 def test_rows_do_not_depend_on_processes(prepare, tmp_path, task, options):
     options = [task, *options, "--train", 70, "--validation", 3, "--test", 5]
     for processes in (1, 2):
-        prepare(*options, "--processes", processes, "--output", tmp_path / str(processes))
+        prepare(*options, "--processes", processes, "--output_dir", tmp_path / str(processes))
     assert files(tmp_path / "1") == files(tmp_path / "2") and len(files(tmp_path / "1")) == 3
     assert load_dataset(str(tmp_path / "1"))["train"].num_rows == 70
 
@@ -106,7 +106,7 @@ def test_released_listops(prepare, script, tmp_path):
     line = "( ( ( ( [MAX 2 ) ( ( ( [MIN 4 ) 7 ) ] ) ) 0 ) ] )\t4"
     for name in ("train", "val", "test"):
         (source / f"basic_{name}.tsv").write_text(f"Source\tTarget\n{line}\n", encoding="utf-8")
-    prepare("listops", "--source", source, "--output", output)
+    prepare("listops", "--source", source, "--output_dir", output)
     (row,) = load_dataset(str(output))["test"]
     assert row == {"source": "[MAX 2 [MIN 4 7 ] 0 ]", "label": 4}
     for harm, message in [
@@ -115,10 +115,10 @@ def test_released_listops(prepare, script, tmp_path):
     ]:
         (source / "basic_val.tsv").write_text(f"Source\tTarget\n{line.replace(*harm)}\n", encoding="utf-8")
         with pytest.raises(SystemExit, match=message):
-            prepare("listops", "--source", source, "--output", tmp_path / harm[0].strip())
+            prepare("listops", "--source", source, "--output_dir", tmp_path / harm[0].strip())
     (source / "basic_val.tsv").unlink()
     with pytest.raises(SystemExit, match="No such file .*basic_val.tsv"):
-        prepare("listops", "--source", source, "--output", tmp_path / "absent")
+        prepare("listops", "--source", source, "--output_dir", tmp_path / "absent")
 
 
 def test_released_pathfinder(prepare, tmp_path, capsys):
@@ -130,15 +130,15 @@ def test_released_pathfinder(prepare, tmp_path, capsys):
     for index in range(20):
         Image.fromarray(np.full((32, 32), index, np.uint8)).save(source / "imgs" / "0" / f"sample_{index}.png")
     (source / "imgs" / "0" / "sample_3.png").write_bytes(b"")
-    prepare("pathfinder", "--source", source, "--output", tmp_path / "out")
+    prepare("pathfinder", "--source", source, "--output_dir", tmp_path / "out")
     assert "skipped, it is empty" in capsys.readouterr().out
     rows = [row for split in load_dataset(str(tmp_path / "out")).values() for row in split]
     assert len(rows) == 19 and all(np.asarray(row["image"])[0, 0] % 2 == row["label"] for row in rows)
     with pytest.raises(SystemExit, match="has 32 x 32 pixels, not 128 x 128"):
-        prepare("pathx", "--source", source, "--output", tmp_path / "large")
+        prepare("pathx", "--source", source, "--output_dir", tmp_path / "large")
     (source / "metadata" / "0.npy").write_text(lines[0].replace(" 0 0 ", " 0 2 "), encoding="utf-8")
     with pytest.raises(SystemExit, match="the label is '2', not 0 or 1"):
-        prepare("pathfinder", "--source", source, "--output", tmp_path / "label")
+        prepare("pathfinder", "--source", source, "--output_dir", tmp_path / "label")
 
 
 def test_text_and_image(prepare, tmp_path):
@@ -150,20 +150,20 @@ def test_text_and_image(prepare, tmp_path):
         Dataset.from_list([{"img": image, "label": index} for index in range(size)]).to_parquet(
             tmp_path / "objects" / f"{name}-00000-of-00001.parquet"
         )
-    prepare("text", "--source", tmp_path / "reviews", "--output", tmp_path / "text", "--validation", 4)
+    prepare("text", "--source", tmp_path / "reviews", "--output_dir", tmp_path / "text", "--validation", 4)
     splits = load_dataset(str(tmp_path / "text"))
     assert [row["text"] for row in splits["test"]] == ["test 0", "test 1", "test 2"]
     assert sorted([*splits["train"]["text"], *splits["validation"]["text"]]) == [
         f"train {index}" for index in range(10)
     ]
     assert len(splits["validation"]) == 4
-    prepare("image", "--source", tmp_path / "objects", "--output", tmp_path / "image", "--validation", 5)
+    prepare("image", "--source", tmp_path / "objects", "--output_dir", tmp_path / "image", "--validation", 5)
     first = load_dataset(str(tmp_path / "image"))["test"][1]
     assert first["label"] == 1 and np.asarray(first["image"]).tolist() == [[76] * 32] * 32
     with pytest.raises(SystemExit, match="--validation 10 must be below the 10 training rows"):
-        prepare("text", "--source", tmp_path / "reviews", "--output", tmp_path / "none", "--validation", 10)
+        prepare("text", "--source", tmp_path / "reviews", "--output_dir", tmp_path / "none", "--validation", 10)
     with pytest.raises(SystemExit, match="no split train with the columns img, label"):
-        prepare("image", "--source", tmp_path / "reviews", "--output", tmp_path / "none")
+        prepare("image", "--source", tmp_path / "reviews", "--output_dir", tmp_path / "none")
 
 
 def test_retrieval(prepare, tmp_path):
@@ -171,12 +171,12 @@ def test_retrieval(prepare, tmp_path):
     source.mkdir()
     for name in ("train", "eval", "test"):
         (source / f"new_aan_pairs.{name}.tsv").write_text('1.0\tA1\tB1\ta "quoted" text\tanother\n', encoding="utf-8")
-    prepare("retrieval", "--source", source, "--output", tmp_path / "out")
+    prepare("retrieval", "--source", source, "--output_dir", tmp_path / "out")
     (row,) = load_dataset(str(tmp_path / "out"))["validation"]
     assert row == {"text1": 'a "quoted" text', "text2": "another", "label": 1}
     (source / "new_aan_pairs.test.tsv").write_text("2.0\tA1\tB1\ta\tb\n", encoding="utf-8")
     with pytest.raises(SystemExit, match="new_aan_pairs.test.tsv, line 1: two texts and the label 0 or 1 are needed"):
-        prepare("retrieval", "--source", source, "--output", tmp_path / "label")
+        prepare("retrieval", "--source", source, "--output_dir", tmp_path / "label")
 
 
 def test_speech(prepare, tmp_path):
@@ -190,7 +190,7 @@ def test_speech(prepare, tmp_path):
     (source / "validation_list.txt").write_text("yes/1.wav\nno/1.wav\n", encoding="utf-8")
     (source / "testing_list.txt").write_text("yes/2.wav\nno/2.wav\n", encoding="utf-8")
     options = ["speech", "--source", source, "--words", "yes", "no"]
-    prepare(*options, "--output", tmp_path / "out")
+    prepare(*options, "--output_dir", tmp_path / "out")
     rows = load_dataset(str(tmp_path / "out"))["test"]
     assert [np.frombuffer(row["audio"], "<i2").tolist() for row in rows] == [[0, 1, 2]] * 2
     assert rows["label"] == [0, 1] and rows.features["label"].names == ["yes", "no"]
@@ -199,14 +199,14 @@ def test_speech(prepare, tmp_path):
         (["--words", "maybe"], "has no clips of the word 'maybe'"),
     ):
         with pytest.raises(SystemExit, match=message):
-            prepare(*options, *more, "--output", tmp_path / more[0])
+            prepare(*options, *more, "--output_dir", tmp_path / more[0])
     (source / "yes" / "0.wav").write_bytes(b"half")
     with pytest.raises(SystemExit, match="0.wav is not a WAV file"):
-        prepare(*options, "--output", tmp_path / "half")
+        prepare(*options, "--output_dir", tmp_path / "half")
     with wave.open(str(source / "yes" / "0.wav"), "wb") as clip:
         clip.setparams((1, 2, 16_000, 0, "NONE", None))
     with pytest.raises(SystemExit, match="0.wav has no samples"):
-        prepare(*options, "--output", tmp_path / "empty")
+        prepare(*options, "--output_dir", tmp_path / "empty")
 
 
 def test_speech_in_parquet_files(prepare, tmp_path):
@@ -224,8 +224,8 @@ def test_speech_in_parquet_files(prepare, tmp_path):
         return tmp_path / name
 
     options = ["speech", "--words", "yes", "no", "--source"]
-    prepare(*options, write("hub"), "--output", tmp_path / "once")
-    prepare(*options, tmp_path / "once", "--output", tmp_path / "twice")
+    prepare(*options, write("hub"), "--output_dir", tmp_path / "once")
+    prepare(*options, tmp_path / "once", "--output_dir", tmp_path / "twice")
     once, twice = (load_dataset(str(tmp_path / name))["validation"] for name in ("once", "twice"))
     assert once["label"] == [0, 1, 0] and once.features["label"].names == ["yes", "no"]
     assert [np.frombuffer(row["audio"], "<i2").tolist() for row in once] == [[0, 1, 2, 3]] * 3
@@ -238,7 +238,7 @@ def test_speech_in_parquet_files(prepare, tmp_path):
         (tmp_path / "hub", ["--words", "yes", "maybe"], "has no clips of the word 'maybe' in the split train"),
     ):
         with pytest.raises(SystemExit, match=message):
-            prepare(*options, folder, *more, "--output", folder / "out")
+            prepare(*options, folder, *more, "--output_dir", folder / "out")
 
 
 @pytest.mark.parametrize(
@@ -253,11 +253,11 @@ def test_speech_in_parquet_files(prepare, tmp_path):
 )
 def test_invalid_options(prepare, tmp_path, arguments, message):
     with pytest.raises(SystemExit, match=message):
-        prepare(*arguments, "--output", tmp_path / "out")
+        prepare(*arguments, "--output_dir", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_another_folder(prepare, tmp_path):
     (tmp_path / "notes.txt").write_text("", encoding="utf-8")
-    with pytest.raises(SystemExit, match="contains other files; choose another --output"):
-        prepare("listops", "--output", tmp_path, *ROWS, *SHORT)
+    with pytest.raises(SystemExit, match="contains other files; choose another --output_dir"):
+        prepare("listops", "--output_dir", tmp_path, *ROWS, *SHORT)

@@ -58,13 +58,13 @@ def test_paths(script, options, tmp_path, name, case):
 
 
 @pytest.mark.parametrize("name", ["prepare_text", "lra.prepare"])
-@pytest.mark.parametrize("option", ["source", "output"])
+@pytest.mark.parametrize("option", ["source", "output_dir"])
 def test_files_instead_of_folders_of_data(script, tmp_path, name, option):
     (tmp_path / "file").touch()
-    source, output = (tmp_path / "file" if option == kind else tmp_path for kind in ("source", "output"))
-    options = ["text", "--source", source, "--output", output]
+    source, output = (tmp_path / "file" if option == kind else tmp_path for kind in ("source", "output_dir"))
+    options = ["text", "--source", source, "--output_dir", output]
     if name == "prepare_text":
-        options, option = ["--source", source, "text", "--output_dir", output], option.replace("output", "output_dir")
+        options = ["--source", source, "text", "--output_dir", output]
     message = f"--{option} {tmp_path}/file is a file, not a folder"
     assert_error(script(name).main, message, [str(part) for part in options])
 
@@ -87,7 +87,7 @@ DATASETS = {
     "run_text_classification": ["--do_train", "--output_dir", "OUT", "--dataset_name", "a/b"],
     "run_mlm": ["--do_train", "--output_dir", "OUT", "--dataset_name", "a/b"],
     "prepare_text": ["--output_dir", "OUT", "--source", "a/b", "text"],
-    "lra.prepare": ["text", "--output", "OUT", "--source", "a/b"],
+    "lra.prepare": ["text", "--output_dir", "OUT", "--source", "a/b"],
 }
 
 
@@ -166,6 +166,7 @@ def test_streams_without_text(script, tmp_path, name, kind):
     (tmp_path / "data" / f"train.{kind}").write_text(content, encoding="utf-8")
     options = ["--do_train", "--streaming", "true", "--max_steps", 2, "--dataset_path", tmp_path / "data"]
     options += ["--output_dir", tmp_path / "out", "--model_type", "luna", "--config_overrides", TINY]
-    options += ["--vocab_size", 300, "--block_size", 32]
+    length = "--max_seq_length" if name == "run_mlm" else "--block_size"
+    options += ["--vocab_size", 300, length, 32]
     main = script(name).main
-    assert_error(main, "too little text for one example; reduce --block_size", [str(part) for part in options])
+    assert_error(main, f"too little text for one example; reduce {length}", [str(part) for part in options])

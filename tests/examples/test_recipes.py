@@ -84,9 +84,19 @@ def test_recipe_is_complete(path, parsed):
     if path.parent.name == "glue":
         assert task.data.task_name == re.sub("pretrained|table9", "rte", path.stem.split("_")[0])
     elif path.parent.name in ("race", "csqa"):
-        assert task.data.task == path.parent.name
+        assert task.data.task_name == path.parent.name
     elif path.parent.name == "lra":
-        assert task.data.task == path.stem.split("_")[0]
+        assert task.data.task_name == path.stem.split("_")[0]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_initialization_of_recipes_of_papers(path, parsed):
+    """A new model of a paper has the value of the original, stated in the recipe or in a preset."""
+    if not re.match(r"table8|wmt|enwik8|wikitext103|speech_commands|imagenet", path.stem):
+        return
+    value = "0.03125" if path.stem.startswith("wmt14") else "0.02"  # Xavier with gain 1 / sqrt(2) and d = 512
+    model = parsed(path).model
+    assert not model.model_name_or_path and f"initializer_range={value}" in re.split(r",\s*", model.config_overrides)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
@@ -183,8 +193,8 @@ def test_language_model_of_the_paper(
     (command,) = re.findall(r"examples/eval_lm.py ([^\n]*(?:\n#       .*)*)", path.read_text(encoding="utf-8"))
     command = re.sub(r"outputs/\w+|data/\w+", str(tmp_path), command.replace("\\\n#", ""))
     arguments = script("eval_lm").parse(shlex.split(command))
-    assert (arguments.context, arguments.chunk) == ([task.data.eval_context], [chunk])
-    assert (arguments.segment, arguments.split) == (task.data.eval_segment, "test")
+    assert (arguments.eval_context, arguments.chunk_size) == ([task.data.eval_context], [chunk])
+    assert (arguments.eval_segment, arguments.split) == (task.data.eval_segment, "test")
 
 
 def check_linear(training, warmup, total):

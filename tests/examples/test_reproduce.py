@@ -205,8 +205,8 @@ def test_imagenet(reproduce, parity_folder, tmp_path):
 @pytest.mark.parametrize(
     "name, options, scripts",
     [
-        ("lra", ["--task", "image", "--file", "cifar10"], ["lra.prepare", "lra.run_lra"]),
-        ("luna-base", ["--task", "sst2", "--checkpoint", "x.pt", "--data", "DATA", "--bpe", "bpe"], ["run_glue"]),
+        ("lra", ["--task_name", "image", "--file", "cifar10"], ["lra.prepare", "lra.run_lra"]),
+        ("luna-base", ["--task_name", "sst2", "--checkpoint", "x.pt", "--data", "DATA", "--bpe", "bpe"], ["run_glue"]),
     ],
 )
 def test_options_are_those_of_the_scripts(name, options, scripts, script, monkeypatch, tmp_path):
@@ -226,7 +226,7 @@ def test_options_are_those_of_the_scripts(name, options, scripts, script, monkey
     assert module.main([name, *options, "--output_dir", str(tmp_path / "out")]) == 50.0
     assert [name for name, _ in calls] == scripts
     data, _, training, *_ = script(scripts[-1]).parse(calls[-1][1])
-    task = data.task if name == "lra" else data.task_name
+    task = data.task_name
     assert task == options[1] and (training.do_predict or training.do_eval)
     row = (tmp_path / "out" / "results.md").read_text(encoding="utf-8").splitlines()[-1]
     assert ("| 90.44 | 50 | -40.4 |" if name == "lra" else "| 94.6 | 50 | -44.6 |") in row
@@ -251,9 +251,9 @@ def test_enwik8_is_split_at_its_bytes(reproduce, script, tmp_path):
         ([], "no name: pass one of enwik8, wikitext103, speech, lra, imagenet, luna-base"),
         (["imagenet"], "imagenet requires --checkpoint and --data, because their addresses require a browser"),
         (["imagenet", "--checkpoint", "x.pt"], "imagenet requires --checkpoint and --data"),
-        (["lra"], "--task None: lra has listops, text, retrieval"),
-        (["enwik8", "--task", "text"], "--task text: enwik8 has no tasks; omit it"),
-        (["lra", "--task", "listops"], "--task listops requires --data"),
+        (["lra"], "--task_name None: lra has listops, text, retrieval"),
+        (["enwik8", "--task_name", "text"], "--task_name text: enwik8 has no tasks; omit it"),
+        (["lra", "--task_name", "listops"], "--task_name listops requires --data"),
         (["enwik8"], "HTTP Error 404"),
         (["enwik8", "--data", "absent.zip"], "absent.zip: no such file"),
     ],

@@ -28,12 +28,12 @@ COSTS = ("runtime", "per_second", "_time", "total_flos")
 
 GLUE = ["run_glue", "text", "--task_name", "sst2", "--max_seq_length", 16]
 TEXT = ["run_text_classification", "text", "--max_seq_length", 16]
-MLM = ["run_mlm", "text", "--block_size", 16, "--mlm_probability", 0.3]
+MLM = ["run_mlm", "text", "--max_seq_length", 16, "--mlm_probability", 0.3]
 CLM = ["run_clm", "text", "--block_size", 16, "--eval_context", 32, "--tokenization", "char"]
 AUDIO = ["run_audio", "clips", "--model_type", "mega", "--config_overrides", f"{MEGA},normalization_type=batchnorm"]
 IMAGES = ["run_image_classification", "images", "--model_type", "mega", "--patch_size", 4, "--center_crop", "false"]
 IMAGES += ["--config_overrides", f"{MEGA},drop_path_rate=0.2,relative_positional_bias=rotary"]
-LRA = ["lra.run_lra", "text", "--task", "text", "--max_length", 32]
+LRA = ["lra.run_lra", "text", "--task_name", "text", "--max_seq_length", 32]
 TRANSLATION = ["run_translation", "pairs", "--max_source_length", 24, "--max_target_length", 24, "--vocab_size", 270]
 EVALUATED = ["--do_eval", "--eval_strategy", "steps", "--eval_steps", 2]
 CASES: dict[str, list] = {

@@ -115,8 +115,8 @@ def test_training_learns_resumes_and_loads(run, script, corpus, tmp_path):
     scores = script("eval_lm").main(
         [
             *("--model_name_or_path", str(tmp_path / "out"), "--dataset_path", str(corpus), "--split", "train"),
-            *("--line_end", "newline", "--last_share", "0.1", "--context", "16", "64", "--chunk", "8", "12"),
-            *("--segment", "16", "--output_dir", str(tmp_path / "scores"), "--device", "cpu"),
+            *("--line_end", "newline", "--last_share", "0.1", "--eval_context", "16", "64", "--chunk_size", "8", "12"),
+            *("--eval_segment", "16", "--output_dir", str(tmp_path / "scores"), "--device", "cpu"),
         ]
     )
     assert json.loads((tmp_path / "scores" / "scores.json").read_text(encoding="utf-8")) == scores
@@ -183,7 +183,7 @@ def test_a_table_of_biases_has_one_chunk(script, corpus, tmp_path):
     MegaForCausalLM(MegaConfig(vocab_size=20, **fields)).save_pretrained(tmp_path / "model")
     tokenizers.train_characters(LINES).save_pretrained(tmp_path / "model")
     options = ["--model_name_or_path", tmp_path / "model", "--output_dir", tmp_path / "scores", "--device", "cpu"]
-    options += ["--dataset_path", corpus, "--split", "train", "--line_end", "newline", "--chunk", 4]
+    options += ["--dataset_path", corpus, "--split", "train", "--line_end", "newline", "--chunk_size", 4]
     with pytest.raises(SystemExit, match="rotary bias"):
         script("eval_lm").main([*map(str, options)])
 

@@ -65,7 +65,7 @@ def folder(script, tmp_path):
 
 def options(task: str, path: Path, output: Path, *more, model: str = "mega") -> list:
     models = ["--model_type", model, "--config_overrides", MODELS[model]]
-    lengths = ["--task", task, "--max_length", LENGTHS[task]]
+    lengths = ["--task_name", task, "--max_seq_length", LENGTHS[task]]
     return ["--dataset_path", path, "--output_dir", output, "--do_train", *lengths, *models, *more]
 
 
@@ -176,7 +176,7 @@ def test_sizes_of_the_paper_models(script, tmp_path):
             "--use_cpu",
         ]
         data, model, _, _ = module.parse([*map(str, arguments)])
-        config = module.choose_config(data, model, None, tuple(map(str, range(module.TASKS[data.task].classes))))
+        config = module.choose_config(data, model, None, tuple(map(str, range(module.TASKS[data.task_name].classes))))
         with torch.device("meta"):
             network = AutoModelForSequenceClassification.from_config(config)
         assert network.num_parameters() == pytest.approx(millions * 1e6, abs=500)
@@ -236,10 +236,10 @@ def test_masks_of_self_pretraining(script):
 
 
 BAD = {
-    "task": (["--task", "texts"], "--task texts must be one of listops, text"),
+    "task": (["--task_name", "texts"], "--task_name texts must be one of listops, text"),
     "convention": (["--convention", "s4"], "--convention s4 must be one of ours, luna, mega"),
     "pixels": (["--pixels", "bits"], "--pixels bits must be one of values, tokens"),
-    "share": (["--masked_share", 1], "--masked_share 1.0 must be between 0 and 1"),
+    "share": (["--mlm_probability", 1], "--mlm_probability 1.0 must be between 0 and 1"),
     "warm-up": (["--warmup_power", 2, "--lr_scheduler_type", "cosine"], "requires --lr_scheduler_type linear"),
     "paper": (["--model_type", "transformer", "--paper_model", "true", "--config_overrides", ""],
               "--paper_model is not available"),
@@ -263,7 +263,13 @@ def test_bad_data(run, folder, tmp_path):
     fails("text", folder("text", label=2), "row 0: label 2 is not one of 0, 1")
     fails("text", folder("pathfinder"), "split train has no column text, only image, label")
     fails("image", tmp_path / "pathfinder", "the labels have 2 classes; this task has 10")
-    fails("image", folder("image"), "an image has 8 x 8 pixels, but 256 positions require 16 x 16", "--max_length", 256)
+    fails(
+        "image",
+        folder("image"),
+        "an image has 8 x 8 pixels, but 256 positions require 16 x 16",
+        "--max_seq_length",
+        256,
+    )
     fails("pathx", folder("pathx", image={"bytes": b"\x89PNG", "path": None}), "an image cannot be read")
     file = tmp_path / "text" / "train-00000-of-00001.parquet"
     file.write_bytes(file.read_bytes()[:-30])

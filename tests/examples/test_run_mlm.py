@@ -45,7 +45,7 @@ def corpus(tmp_path):
 def scratch(data: Path, output: Path) -> list:
     return [
         *("--dataset_path", data, "--output_dir", output, "--do_train", "--config_overrides", TINY),
-        *("--vocab_size", 300, "--block_size", 32, "--per_device_train_batch_size", 8),
+        *("--vocab_size", 300, "--max_seq_length", 32, "--per_device_train_batch_size", 8),
     ]
 
 
@@ -54,29 +54,29 @@ def tokenizer(script):
     return train_bpe(texts(50, seed=1), vocab_size=300, model_max_length=64)
 
 
-def cut_blocks(script, tokenizer, lines: list[str], block_size: int):
+def cut_blocks(script, tokenizer, lines: list[str], max_seq_length: int):
     module = script("run_mlm")
-    data = module.DataArguments(block_size=block_size)
+    data = module.DataArguments(max_seq_length=max_seq_length)
     return module.cut_blocks(Dataset.from_dict({"text": lines}), "train", tokenizer, data)
 
 
-@pytest.mark.parametrize("block_size", [2, 7, 33])
-def test_blocks_are_complete_and_in_order(block_size, script, tokenizer):
+@pytest.mark.parametrize("max_seq_length", [2, 7, 33])
+def test_blocks_are_complete_and_in_order(max_seq_length, script, tokenizer):
     lines = ["", *texts(40, seed=2), "   ", " = Title = \n"]
     stream = []
     for line in lines:
         if line.strip():
             stream += [*tokenizer.encode(line.strip(), add_special_tokens=False), EOS]
-    blocks = cut_blocks(script, tokenizer, lines, block_size)["input_ids"]
-    assert all(len(block) == block_size and block[0] == BOS for block in blocks)
+    blocks = cut_blocks(script, tokenizer, lines, max_seq_length)["input_ids"]
+    assert all(len(block) == max_seq_length and block[0] == BOS for block in blocks)
     joined = [token for block in blocks for token in block[1:]]
     assert joined == stream[: len(joined)]
-    assert len(stream) - len(joined) < block_size - 1
+    assert len(stream) - len(joined) < max_seq_length - 1
 
 
 def test_short_blocks_are_cut_from_the_same_stream(script, tokenizer):
     lines, module = texts(3000, seed=4), script("run_mlm")
-    dataset, data = Dataset.from_dict({"text": lines}), module.DataArguments(block_size=33)
+    dataset, data = Dataset.from_dict({"text": lines}), module.DataArguments(max_seq_length=33)
     stream = [token for line in lines[:1000] for token in [*tokenizer.encode(line, add_special_tokens=False), EOS]]
     for share in (0.5, 1.0):
         blocks = module.cut_blocks(dataset, "train", tokenizer, data, share)["input_ids"]
@@ -162,7 +162,7 @@ def test_pretraining_learns_and_its_perplexity_is_exact(run, script, corpus, tmp
 
     module = script("run_mlm")
     model, tokenizer = AutoModelForMaskedLM.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
-    data = module.DataArguments(block_size=32)
+    data = module.DataArguments(max_seq_length=32)
     blocks = module.cut_blocks(Dataset.from_dict({"text": texts(20, seed=20)}), "validation", tokenizer, data)
     masked = module.mask_once(blocks, tokenizer, data, seed=5)
     labels = torch.tensor(masked["labels"])
@@ -189,7 +189,7 @@ def test_text_files_bf16_and_accumulation(run, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_continued_pretraining_starts_from_the_checkpoint(run, corpus, tmp_path):
     first = run(*scratch(corpus, tmp_path / "first"), "--do_eval", "--max_steps", 3, "--save_strategy", "no")
-    again = ["--dataset_path", corpus, "--block_size", 32, "--do_eval", "--model_name_or_path", tmp_path / "first"]
+    again = ["--dataset_path", corpus, "--max_seq_length", 32, "--do_eval", "--model_name_or_path", tmp_path / "first"]
     summary = run(*again, "--output_dir", tmp_path / "again")
     assert summary["eval_perplexity"] == pytest.approx(first["eval_perplexity"], rel=1e-5)
     summary = run(*again, "--output_dir", tmp_path / "more", "--do_train", "--max_steps", 3, "--learning_rate", 0.01)
@@ -240,8 +240,8 @@ ERRORS = {
     "test split": (["--do_predict"], "no test predictions"),
     "probability": (["--mlm_probability", "1.5"], "--mlm_probability 1.5 must be between 0 and 1"),
     "short share": (["--short_seq_prob", "-0.1"], "--short_seq_prob -0.1 must be between 0 and 1"),
-    "no room": (["--block_size", "1"], "--block_size 1 must be at least 2"),
-    "little text": (["--block_size", "4000"], "split train has too little text for one block of 4000 tokens"),
+    "no room": (["--max_seq_length", "1"], "--max_seq_length 1 must be at least 2"),
+    "little text": (["--max_seq_length", "4000"], "split train has too little text for one block of 4000 tokens"),
     "column": (["--text_column", "sentence"], "split train has no column sentence, only text"),
 }
 

@@ -66,14 +66,24 @@ def tokenizer(script):
 
 def scratch(data: Path, output: Path, task: str = "race") -> list:
     return [
-        *("--task", task, "--dataset_path", data, "--output_dir", output, "--do_train", "--config_overrides", TINY),
+        *(
+            "--task_name",
+            task,
+            "--dataset_path",
+            data,
+            "--output_dir",
+            output,
+            "--do_train",
+            "--config_overrides",
+            TINY,
+        ),
         *("--vocab_size", 300, "--per_device_train_batch_size", 8),
     ]
 
 
 def encode(script, tokenizer, examples: list[dict], name: str, **options) -> list[list[list[int]]]:
     module = script("run_race")
-    data = module.DataArguments(task=name, **options)
+    data = module.DataArguments(task_name=name, **options)
     split = module.Dataset.from_list(examples)
     return module.encode_split(split, "train", tokenizer, data)["input_ids"]
 
@@ -281,7 +291,7 @@ def test_invalid_data_is_one_line(case, run, tmp_path):
 
 
 def test_unknown_task(run, race, tmp_path):
-    assert_error(run, "--task swag must be one of race, csqa", *scratch(race, tmp_path / "out", "swag"))
+    assert_error(run, "--task_name swag must be one of race, csqa", *scratch(race, tmp_path / "out", "swag"))
 
 
 @pytest.mark.parametrize("column", RACE_ROW)
@@ -300,4 +310,4 @@ def test_invalid_folders_and_hub_without_network(run, race, tmp_path):
         run(*arguments)
     for task, name in (("race", "ehovy/race"), ("csqa", "tau/commonsense_qa")):
         with pytest.raises(SystemExit, match=f"cannot load {name}"):
-            run("--task", task, "--output_dir", tmp_path / "out", "--do_train")
+            run("--task_name", task, "--output_dir", tmp_path / "out", "--do_train")

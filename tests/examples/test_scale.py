@@ -54,7 +54,7 @@ def test_launch_on_cpus(corpus, tmp_path):
 
 def launch(config: str, corpus: Path, output: Path, *more: str) -> None:
     options = ["--dataset_path", corpus, "--output_dir", output, "--do_train", "--do_eval", "--max_steps", 2]
-    options += ["--config_overrides", TINY, "--vocab_size", 300, "--block_size", 32, *QUIET[1:], *more]
+    options += ["--config_overrides", TINY, "--vocab_size", 300, "--max_seq_length", 32, *QUIET[1:], *more]
     command = ["accelerate.commands.launch", "--config_file", EXAMPLES / "accelerate" / f"{config}.yaml"]
     command += ["--main_process_port", "0", EXAMPLES / "run_mlm.py", *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
@@ -91,7 +91,7 @@ def test_stream_is_split_over_processes(script, tmp_path):
     assert sorted(sorted(set(share)) for share in shares) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
 
 
-STREAM = ["--streaming", "true", "--shuffle_buffer", "8", "--block_size", "32", "--do_train"]
+STREAM = ["--streaming", "true", "--shuffle_buffer", "8", "--max_seq_length", "32", "--do_train"]
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ SCRIPTS = {
     "mnli": (["run_glue", "--task_name", "mnli", "--max_seq_length", 16, "--token_dropout", 0.1], True),
     "texts": (["run_text_classification", "--text_columns", "sentence", "--max_seq_length", 16], True),
     "pairs": (["run_text_classification", "--text_columns", "sentence", "premise", "--max_seq_length", 16], True),
-    "mlm": (["run_mlm", "--text_column", "sentence", "--block_size", 8, "--short_seq_prob", 0.3], True),
+    "mlm": (["run_mlm", "--text_column", "sentence", "--max_seq_length", 8, "--short_seq_prob", 0.3], True),
     "clm": (
         ["run_clm", "--model_type", "luna", "--text_column", "sentence", "--block_size", 8, "--line_end", "newline"],
         False,

@@ -38,6 +38,7 @@ def tiny_config(**overrides):
         "projection_length": 6,
         "max_position_embeddings": 48,
         "classifier_hidden_size": 20,
+        "initializer_range": 0.02,  # of the weights and outputs in surface.json
     }
     config = luna_mega.LunaSeq2SeqConfig if overrides.get("is_encoder_decoder") else luna_mega.LunaConfig
     return config(**SIZES | fields | overrides)

@@ -30,6 +30,7 @@ SIZES = {
     "vocab_size": 30,
     "num_hidden_layers": 2,
     "projection_length": 6,
+    "initializer_range": 0.02,  # of the weights and outputs in surface.json
 }
 
 

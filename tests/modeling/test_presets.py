@@ -1,5 +1,7 @@
 """The published models of all families: parameter counts, recipes, and other sizes of the same presets."""
 
+import inspect
+
 import pytest
 import torch
 
@@ -72,6 +74,29 @@ def test_parameters(name, preset, vocabulary, fields, count):
     if preset == "wmt_en_de":
         assert round((found - model.lm_head.weight.numel()) / 1e6, 2) == 46.36
     assert name != "MegalodonForCausalLM" or getattr(type(model.config), preset)(vocab_size=50).vocab_size == 50
+
+
+# `initializer_range` of the original: as BERT (0.02), or Xavier with gain 1 / sqrt(2) in attention.
+XAVIER = {width: (2 * width) ** -0.5 for width in (64, 128, 512)}
+RANGES = dict.fromkeys(("base_512", "base_2048", "large_512", "large_2048", "lra_listops", "lra_text"), 0.02)
+RANGES |= {"lra_retrieval": XAVIER[128], "lra_image": XAVIER[64], "wmt": XAVIER[512]}
+RANGES |= dict.fromkeys(("lra_pathfinder", "lra_pathfinder128"), XAVIER[128])
+
+
+@pytest.mark.parametrize("family", ["Luna", "Mega", "Megalodon"])
+def test_initialization_of_presets(family):
+    """Presets state the value of the original, whatever the default of their width is."""
+    config_class = getattr(luna_mega, f"{family}Config")
+    (base,) = [base for base in config_class.__mro__ if base.__name__ == f"{family}Presets"]
+    names = [name for name, value in vars(base).items() if isinstance(value, classmethod) and name[0] != "_"]
+    assert family != "Luna" or names == [*RANGES]
+    for name in names:
+        preset = getattr(config_class, name)
+        needed = {"vocab_size": 40} if "vocab_size" in inspect.signature(preset).parameters else {}
+        for fields in ({}, {"hidden_size": 256}) if family != "Megalodon" else ({},):
+            config = preset(**needed, **fields)
+            found = config.initializer if family == "Megalodon" else config.initializer_range
+            assert found == {"Luna": RANGES.get(name), "Mega": 0.02, "Megalodon": "he"}[family], name
 
 
 NONE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "nffn_activation_dropout_prob": 0.0}
