@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 # In a checkout, the sub-packages are next to this folder instead of in it.
 if (_root := Path(__file__).resolve().parent.parent).joinpath("setup.cfg").is_file():

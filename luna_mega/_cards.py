@@ -16,11 +16,17 @@ from transformers.modelcard import TrainingSummary
 from transformers.modeling_utils import unwrap_model
 
 from luna_mega._register import auto_classes, model_classes
+from luna_mega.compat import REQUIRED
 from luna_mega.modeling_common.base import CommonPreTrainedModel
 from luna_mega.modeling_common.configuration import CODE_FOLDER
 
 FILE_NAME = "README.md"
 TAG = "luna-mega"
+# transformers 4 does not run the code, so that only this sentence can say what it requires.
+WITHOUT_PACKAGE = (
+    f"Without luna-mega, transformers runs the code in `{CODE_FOLDER}`, which requires "
+    f"{' and '.join(f'{name} {oldest} or later' for name, oldest in REQUIRED.items())}:"
+)
 
 
 def auto_class_of(model_class: type) -> str | None:
@@ -59,7 +65,7 @@ def loading_section(model_class: type, folder: str | os.PathLike[str], name: str
     has_code = Path(folder, CODE_FOLDER).is_dir()
     if has_code:
         text += [
-            f"Without luna-mega, transformers runs the code in `{CODE_FOLDER}`:",
+            WITHOUT_PACKAGE,
             "",
             "```python",
             *loading_without_package(model_class, name),
@@ -97,9 +103,10 @@ def how_to_load(model_class: type, folder: str) -> str:
 
 
 def add_section(card: str, section: str) -> str:
-    """Insert a section before the first one of a card, unless the card already mentions the code of the folder."""
+    """Insert a section before the first one of a card, or renew what a card says that the code requires."""
     if CODE_FOLDER in card:
-        return card
+        sentence = rf"^Without luna-mega, transformers runs the code in `{CODE_FOLDER}`.*:$"
+        return re.sub(sentence, WITHOUT_PACKAGE, card, flags=re.MULTILINE)
     before, heading, after = re.match(r"(.*?)(^## .*|\Z)(.*)", card, re.DOTALL | re.MULTILINE).groups()
     return f"{before.rstrip()}\n\n{section}" + f"\n{heading}{after}" * bool(heading)
 

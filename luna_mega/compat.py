@@ -9,6 +9,8 @@ from packaging.version import Version
 # The oldest Python, and of each package the oldest version, as in setup.cfg, and the first one that is not tested.
 PYTHON = (3, 11)
 SUPPORTED = {"torch": ("2.11", "2.16"), "transformers": ("5.24", "5.25"), "triton": ("3.6", "3.10")}
+# The oldest versions with which the code in a model folder runs; earlier ones fail.
+REQUIRED = {"transformers": "5.22"}
 
 
 def installed(name: str) -> Version | None:
@@ -19,19 +21,31 @@ def installed(name: str) -> Version | None:
         return None
 
 
+def is_older(found: str, other: str) -> bool:
+    """Return whether a version precedes another one."""
+    return Version(found) < Version(other)
+
+
 def check_versions() -> None:
     """Log one warning that names the packages whose version is not supported.
 
     Raises:
-        ImportError: Python is too old.
+        ImportError: Python or a package is too old.
     """
     if sys.version_info < PYTHON:
         found, oldest = (".".join(map(str, numbers[:2])) for numbers in (sys.version_info, PYTHON))
         raise ImportError(f"luna_mega requires Python {oldest} or later, but this is Python {found} ({sys.executable})")
     unsupported = []
     for name, (oldest, untested) in SUPPORTED.items():
-        found = installed(name)
-        if found is not None and not Version(oldest) <= Version(found.base_version) < Version(untested):
+        if (found := installed(name)) is None:
+            continue
+        release, required = Version(found.base_version), REQUIRED.get(name)
+        if required is not None and release < Version(required):
+            raise ImportError(
+                f"luna_mega and the code in its model folders require {name} {required} or later, but {found} is "
+                f"installed; run `pip install '{name}>={oldest}'`"
+            )
+        if not Version(oldest) <= release < Version(untested):
             unsupported.append(f"{name} {found} is installed, tested is {name}>={oldest},<{untested}")
     if unsupported:
         logging.getLogger(__name__).warning(

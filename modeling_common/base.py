@@ -15,6 +15,7 @@ from transformers.utils.deprecation import deprecate_kwarg
 # Checks the versions, also for the code in a model folder.
 from luna_mega import compat as compat
 from luna_mega.modeling_common.configuration import is_own
+from luna_mega.modeling_common.outputs import CACHE
 
 # Argument with the input of a model, by `config.input_type`.
 INPUT_NAMES = {"tokens": "input_ids", "values": "input_values", "patches": "pixel_values"}
@@ -22,9 +23,14 @@ INPUT_NAMES = {"tokens": "input_ids", "values": "input_values", "patches": "pixe
 INPUT_OF_FIELD = {"vocab_size": "tokens", "image_size": "patches", "patch_size": "patches"}
 EMBEDDINGS = {"tokens": "word_embeddings", "values": "value_embeddings", "patches": "patch_embeddings"}
 
-# transformers renamed the argument in 5.24, and accepts the earlier name until 5.40.
+# transformers renamed the argument in 5.24, and accepts the earlier name until 5.40. Before 5.24 it passes the earlier
+# name, about which the decorator does not warn if it counts as removed.
 accept_past_key_values = deprecate_kwarg(
-    "past_key_values", "5.40.0", new_name="cache", raise_if_both_names=True, additional_message="Pass only `cache`."
+    "past_key_values",
+    "5.40.0" if CACHE == "cache" else "5.0.0",
+    new_name="cache",
+    raise_if_both_names=True,
+    additional_message="Pass only `cache`.",
 )
 
 
@@ -72,6 +78,8 @@ class CommonPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     # Completes the card in a folder that is pushed to a repository, with the code that loads the model.
     card_writer: ClassVar[Callable[[Any, str | os.PathLike[str], str], None] | None] = None
+    # Compares the version of the code in a folder that is loaded with that of this package.
+    folder_reader: ClassVar[Callable[[str | os.PathLike[str]], None] | None] = None
     # "sdpa" (default) is `luna_mega.kernels`; "eager" computes attention step by step and returns its weights.
     _supports_sdpa = True
 
@@ -85,6 +93,15 @@ class CommonPreTrainedModel(PreTrainedModel):
         """Do nothing for a class of this package: `save_pretrained` saves its code in any case."""
         if not is_own(cls):
             super().register_for_auto_class(auto_class)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load a folder or repository; log that the code in a folder should be renewed."""
+        if cls.folder_reader is not None and pretrained_model_name_or_path is not None:
+            cls.folder_reader(os.path.join(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Save the model and its code (`luna_mega.save_code`)."""

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from luna_mega.modeling_common.base import CommonPreTrainedModel, accept_past_key_values
 from luna_mega.modeling_common.cache import check_class, keep_derived, new_cache
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, find_target_mask, read_mask
+from luna_mega.modeling_common.outputs import CACHE
 
 logger = logging.get_logger(__name__)
 
@@ -43,14 +44,16 @@ class StateGenerationMixin(GenerativeMixin):
         """Check prompts or sources together with their mask and cache, and infer the mask of sources."""
         parent: Any = super()
         inputs, name, model_kwargs = parent._prepare_model_inputs(*args, **kwargs)
-        check_class(self, model_kwargs.get("cache"))
+        if "cache" in model_kwargs:
+            model_kwargs[CACHE] = model_kwargs.pop("cache")
+        check_class(self, model_kwargs.get(CACHE))
         if inputs.shape[1] == 0:
             fix = "pass at least one token, such as eos_token_id"
             if not self.config.is_encoder_decoder:
                 fix = "pass at least one token, or omit input_ids to start from bos_token_id"
             raise ValueError(f"the {self._inputs_name} have length 0; {fix}")
         if not self.config.is_encoder_decoder:
-            mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("cache")
+            mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
             check_prompt(inputs, mask, cache, "attention_mask", name)
             self._warn_of_right_padding(inputs, mask)
         elif name == "input_ids":
@@ -137,6 +140,8 @@ class StateGenerationMixin(GenerativeMixin):
 
         `tokenizer` is accepted and ignored, because `generate` passes it for stop strings and token healing.
         """
+        if "cache" in kwargs:
+            kwargs[CACHE] = kwargs.pop("cache")
         inputs = super().prepare_inputs_for_generation(
             input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
         )
@@ -167,9 +172,9 @@ class StateGenerationMixin(GenerativeMixin):
                     f"the {self._inputs_name} {(~filled).nonzero().flatten().tolist()} contain only padding; pass at "
                     "least one token each, such as bos_token_id or eos_token_id"
                 )
-        if model_kwargs.get("cache") is None and generation_config.use_cache is not False:
+        if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
             cache: Any = new_cache(self)
-            model_kwargs["cache"] = cache
+            model_kwargs[CACHE] = cache
             if generation_config.cache_implementation == "static":
                 cache.static_length = max(max_cache_length, generation_config.max_cache_len or 0)
         else:
@@ -182,7 +187,7 @@ class StateGenerationMixin(GenerativeMixin):
         """Make the cache static after the prompt, with `cache_implementation="static"`."""
         parent: Any = super()
         model_kwargs = parent._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **options)
-        cache: Any = model_kwargs.get("cache")
+        cache: Any = model_kwargs.get(CACHE)
         if getattr(cache, "static_length", None) is not None and not cache.is_static:
             cache.make_static(cache.static_length)
         return model_kwargs
@@ -231,7 +236,7 @@ class Seq2SeqGenerationMixin(StateGenerationMixin):
         if model_kwargs.get("decoder_attention_mask") is None:
             mask = find_target_mask(target, self.get_decoder().config)
             model_kwargs["decoder_attention_mask"] = torch.ones_like(target) if mask is None else mask.long()
-        mask, cache = model_kwargs["decoder_attention_mask"], model_kwargs.get("cache")
+        mask, cache = model_kwargs["decoder_attention_mask"], model_kwargs.get(CACHE)
         check_prompt(target, mask, cache, "decoder_attention_mask", "decoder_input_ids")
         self._warn_of_right_padding(target, mask)
         return target, model_kwargs

@@ -5,7 +5,7 @@ from typing import Any, Unpack, cast
 import torch
 from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput, Seq2SeqModelOutput
+from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from luna_mega.modeling_common.arguments import HeadKwargs
@@ -20,6 +20,7 @@ from luna_mega.modeling_common.labels import (
     shift_right,
 )
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, find_target_mask, read_mask
+from luna_mega.modeling_common.outputs import CACHE, Seq2SeqLMOutput, Seq2SeqModelOutput
 
 
 class EncoderDecoder(ModelMixin):
@@ -195,13 +196,13 @@ class Seq2SeqBody(EncoderDecoder):
         """Return the outputs of encoder and decoder in one output, with further `fields` of `body_output_class`."""
         return self.body_output_class(
             last_hidden_state=decoded.last_hidden_state,
-            cache=decoded.cache,
             decoder_hidden_states=decoded.hidden_states,
             decoder_attentions=decoded.attentions,
             cross_attentions=decoded.cross_attentions,
             encoder_last_hidden_state=encoded.last_hidden_state,
             encoder_hidden_states=encoded.hidden_states,
             encoder_attentions=encoded.attentions,
+            **{CACHE: decoded.cache},
             **fields,
         )
 

@@ -19,19 +19,15 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
-    BaseModelOutputWithPastAndCrossAttentions,
-    CausalLMOutputWithPast,
     MaskedLMOutput,
     MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
-    Seq2SeqLMOutput,
-    Seq2SeqModelOutput,
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
 from transformers.pytorch_utils import apply_chunking_to_forward
 from transformers.utils.generic import ModelOutput, can_return_tuple
-from transformers.utils.output_capturing import OutputRecorder, capture_outputs, selected_hidden_states
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import (
     LunaCausalState,
@@ -60,6 +56,13 @@ from luna_mega.modeling_common.heads import (
 from luna_mega.modeling_common.inputs import Inputs, ValueEmbeddings, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import can_look, is_sound, padding_token, read_mask
+from luna_mega.modeling_common.outputs import (
+    CACHE,
+    BaseModelOutputWithPastAndCrossAttentions,
+    CausalLMOutputWithPast,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
+)
 from luna_mega.modeling_common.pooled_heads import (
     POOLINGS,
     GenericForMultipleChoice,
@@ -808,9 +811,11 @@ def check_packed(states: torch.Tensor | None, mask: torch.Tensor | None, shape: 
 
 def select_layers(packed: list[torch.Tensor], options: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
     """Return P of the layers that `output_hidden_states` selects, and None for the others, as transformers does."""
-    selected = selected_hidden_states(options.get("output_hidden_states"))
-    count = len(packed)
-    kept = set(range(count)) if selected is None else {index % count for index in selected if -count <= index < count}
+    selected, count = options.get("output_hidden_states"), len(packed)
+    if selected is None or isinstance(selected, bool):
+        return tuple(packed)
+    indices = [selected] if isinstance(selected, int) else selected
+    kept = {index % count for index in indices if -count <= index < count}
     return tuple(states if index in kept else None for index, states in enumerate(packed))
 
 
@@ -944,7 +949,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             packed_last_hidden_state=packed[-1],
             packed_mask=None if packed_mask is None else packed_mask.long(),
             attention_mask=None if inputs.mask is None or self.config.is_decoder else inputs.mask.long(),
-            cache=inputs.model_cache,
+            **{CACHE: inputs.model_cache},
             packed_hidden_states=select_layers(packed, options) if returns_packed else None,
         )
 

@@ -22,13 +22,10 @@ from transformers.activations import ACT2FN
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import (
-    BaseModelOutputWithPoolingAndCrossAttentions,
-    CausalLMOutputWithCrossAttentions,
     ImageClassifierOutput,
     MaskedLMOutput,
     MultipleChoiceModelOutput,
     QuestionAnsweringModelOutput,
-    Seq2SeqLMOutput,
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
@@ -70,6 +67,12 @@ from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, sc
 from luna_mega.modeling_common.labels import check_pooled_labels
 from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout
 from luna_mega.modeling_common.masks import padding_token, read_mask
+from luna_mega.modeling_common.outputs import (
+    CACHE,
+    BaseModelOutputWithPoolingAndCrossAttentions,
+    CausalLMOutputWithCrossAttentions,
+    Seq2SeqLMOutput,
+)
 from luna_mega.modeling_common.pooled_heads import (
     ClassificationHead,
     GenericForMultipleChoice,
@@ -947,7 +950,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         if self.pooler is not None and layout.has_rows():
             pooled = self.pooler(first_token(hidden_states, inputs.mask))
         return BaseModelOutputWithPoolingAndCrossAttentions(
-            last_hidden_state=hidden_states, cache=inputs.model_cache, pooler_output=pooled
+            last_hidden_state=hidden_states, pooler_output=pooled, **{CACHE: inputs.model_cache}
         )
 
     def get_input_embeddings(self) -> nn.Module:

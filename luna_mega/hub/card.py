@@ -8,7 +8,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
-from luna_mega._cards import TAG, auto_class_of, loading_without_package
+from luna_mega._cards import TAG, WITHOUT_PACKAGE, auto_class_of, loading_without_package
 from luna_mega._register import model_classes
 from luna_mega.errors import ConversionError, shown
 from luna_mega.escaping import code, code_block, markdown
@@ -102,6 +102,7 @@ def conversion_card(
         family=config.model_type.removesuffix("_seq2seq"),
         imports=imports,
         loader=loader or f"luna_mega.{model_class}",
+        without_package_sentence=WITHOUT_PACKAGE,
         without_package=loading_without_package(cls, "..."),
         pairs=tokenizer and suffix == "ForSequencePairClassification",
         architecture={field: markdown(value) for field, value in architecture(config).items()},
