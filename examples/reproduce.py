@@ -17,6 +17,7 @@ import importlib
 import io
 import json
 import math
+import os
 import shlex
 import shutil
 import tarfile
@@ -128,6 +129,24 @@ def download(address: str, folder: Path, option: str) -> Path:
     return part.rename(file)
 
 
+def check_member(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
+    """Check a member of an archive just before its extraction, as `tarfile.data_filter` of Python 3.11.4 and later."""
+    root, target = os.path.realpath(folder), ""
+    if member.issym():
+        member.linkname = os.path.normpath(member.linkname)  # or a later link could change the meaning of x/..
+        target = os.path.join(os.path.dirname(member.name), member.linkname)
+    elif member.islnk():
+        target = member.linkname
+    places = [os.path.join(root, place) for place in (member.name, target)]
+    if not all(Path(os.path.realpath(place)).is_relative_to(root) for place in places):
+        raise tarfile.TarError(f"{member.name!r} is outside of the folder of the archive, or links to such a place")
+    if not (target or member.isreg() or member.isdir()) or (member.islnk() and os.path.islink(places[1])):
+        raise tarfile.TarError(f"{member.name!r} is neither a file nor a folder nor a link to a file or folder")
+    member.mode = member.mode & 0o755 | (0o700 if member.isdir() else 0o600)
+    member.uid, member.gid, member.uname, member.gname = 0, 0, "", ""  # only root changes owners
+    return member
+
+
 def unpack(archive: Path, folder: Path) -> Path:
     """Return the folder of the content of an archive; other files and folders are returned."""
     if not archive.exists():
@@ -141,7 +160,11 @@ def unpack(archive: Path, folder: Path) -> Path:
         with TemporaryDirectory(dir=folder) as new, (zipfile.ZipFile if is_zip else tarfile.open)(archive) as opened:
             sizes = [x.file_size for x in opened.infolist()] if is_zip else [x.size for x in opened.getmembers()]
             check_room(folder, sum(sizes))
-            opened.extractall(f"{new}/content", **{} if is_zip else {"filter": "data"})
+            if is_zip:
+                opened.extractall(f"{new}/content")
+            else:  # Python 3.11.3 and earlier ignore the attribute, but check the members
+                opened.extraction_filter = check = getattr(tarfile, "data_filter", check_member)
+                opened.extractall(f"{new}/content", (check(x, f"{new}/content") for x in opened.getmembers()))
             Path(new, "content").rename(content)
     return content
 

@@ -161,6 +161,12 @@ class MegalodonFolder(Folder):
             tensors = join_shards({name: file.tensors for name, file in files.items()})
         warnings = {f"{name}: {file.unchecked}" for name, file in files.items() if file.unchecked}
         unchecked, stored = next(iter(warnings), None), _dtypes(tensors)
+        unnamed = [name for name, file in files.items() if file.archive != Path(name).stem]
+        if count > 1 and unnamed:
+            warnings.add(
+                f"the order of the shards was not checked, because torch stored no names in {', '.join(unnamed)} "
+                "(paths with non-ASCII characters); check that the number in each name is the rank that saved it"
+            )
         if stored != {_DTYPE_NAMES[dtype]}:
             words = ", ".join(sorted(stored))
             warnings.add(f"{CONSOLIDATED}: dtype = {dtype!r} but the tensors are {words}: using the tensors")

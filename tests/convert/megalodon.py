@@ -1,5 +1,6 @@
 """Small Megalodon folders in the original's layout, and SentencePiece models."""
 
+import contextlib
 import json
 import struct
 
@@ -94,7 +95,9 @@ def folder(path, *, tensors=None, ranks=1, dtype="fp32", extra=0, tokenizer="tok
         tensors = {name: x.bfloat16() if x.is_floating_point() else x for name, x in tensors.items()}
     for rank in range(ranks):
         name = f"consolidated.{rank:02d}.pth" if ranks > 1 else "consolidated.pth"
-        torch.save({key: part(key, x, rank, ranks) if ranks > 1 else x for key, x in tensors.items()}, path / name)
+        shard = {key: part(key, x, rank, ranks) if ranks > 1 else x for key, x in tensors.items()}
+        with contextlib.chdir(path):  # torch stores no name if the path has non-ASCII characters
+            torch.save(shard, name)
     named = {"path": tokenizer, "additional_vocab_size": extra, "data_tokenized": False}
     (path / "config.json").write_text(json.dumps({"model": MODEL | settings, "tokenizer": named}), encoding="utf-8")
     (path / "consolidate_config.json").write_text(

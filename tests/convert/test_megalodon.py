@@ -33,6 +33,19 @@ def test_shards_are_joined(tmp_path):
     assert compare(halves, complete, tolerance=0.0, length=20).within
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_shards_without_names(tmp_path, ranks):
+    """Torch stores no name of a file whose path has non-ASCII characters; one line says that the order is unchecked."""
+    source = folder(tmp_path / "é", ranks=ranks)
+    for file in source.glob("*.pth"):
+        torch.save(torch.load(file), file)
+    report = convert_checkpoint(source, tmp_path / "model")
+    lines = [line for line in report.warnings if "order of the shards" in line]
+    assert len(lines) == (ranks > 1) and all(
+        f"consolidated.{rank:02d}.pth" in x for x in lines for rank in range(ranks)
+    )
+
+
 def test_half_precision_stays_as_it_is(tmp_path):
     source = folder(tmp_path / "source", dtype="bf16", share_emb=True)
     report = convert_checkpoint(source, tmp_path / "model")

@@ -245,6 +245,86 @@ def test_enwik8_is_split_at_its_bytes(reproduce, script, tmp_path):
     assert found == {"train": ["a" + "é" * 1799], "validation": ["é" * 99], "test": ["é" * 99]}
 
 
+def tarred(*members):
+    """Return a tar archive of (name, type, content or target of a link)."""
+    target = io.BytesIO()
+    with tarfile.open(fileobj=target, mode="w") as archive:
+        for name, kind, value in members:
+            item = tarfile.TarInfo(name)
+            item.type, item.mode = kind, 0o7777
+            if kind == tarfile.REGTYPE:
+                item.size = len(value)
+            else:
+                item.linkname = value
+            archive.addfile(item, io.BytesIO(value) if kind == tarfile.REGTYPE else None)
+    return target.getvalue()
+
+
+FILE, LINK, HARD = ("x", tarfile.REGTYPE, b"new"), tarfile.SYMTYPE, tarfile.LNKTYPE
+
+
+@pytest.fixture(params=["data_filter"] * hasattr(tarfile, "data_filter") + ["check_member"])
+def checked(request, monkeypatch):
+    """Extract with the filter of Python, if it has one, and with that of the script."""
+    if request.param == "check_member":
+        monkeypatch.delattr(tarfile, "data_filter", raising=False)
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("../../x", tarfile.REGTYPE, b"new")],
+        [("a/../../../x", tarfile.REGTYPE, b"new")],
+        [("ABSOLUTE", tarfile.REGTYPE, b"new")],
+        [("a", LINK, "../.."), ("a/x", tarfile.REGTYPE, b"new")],
+        [("a", LINK, "FOLDER")],
+        [("a/b", LINK, "../../x")],
+        [("a", HARD, "../../x")],
+        [("a", HARD, "ABSOLUTE")],
+        [("a", LINK, "b/c/../../.."), ("b/c", LINK, "."), ("a/x", tarfile.REGTYPE, b"new")],
+        [("a", tarfile.FIFOTYPE, "")],
+        [("a", tarfile.CHRTYPE, "")],
+        [FILE, ("a", tarfile.BLKTYPE, ""), ("b", HARD, "a")],
+    ],
+)
+def test_hostile_archives(reproduce, tmp_path, checked, members):
+    """Nothing outside of the folder changes; Python's filter removes the / of an absolute name."""
+    (tmp_path / "x").write_bytes(b"old")
+    known = {"ABSOLUTE": str(tmp_path / "x"), "FOLDER": str(tmp_path)}
+    members = [(known.get(name, name), kind, known.get(value, value)) for name, kind, value in members]
+    (tmp_path / "data.tar").write_bytes(tarred(*members))
+    removed = checked == "data_filter" and members[0][0] == known["ABSOLUTE"]
+    message = "no files of 4000 bytes" if removed else r"^error: '[\w./-]+' "
+    assert_error(reproduce, message, "enwik8", "--data", tmp_path / "data.tar")
+    assert (tmp_path / "x").read_bytes() == b"old" and not (tmp_path / "x").is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"x", "data.tar", "out"}
+    left = [path.resolve() for path in (tmp_path / "out").rglob("*")]
+    assert all(path.is_relative_to(tmp_path / "out") for path in left) and removed == bool(left)
+
+
+def test_hard_link_to_a_relative_link(script, tmp_path):
+    """In another folder, the relative link has another target; some versions of Python permit it."""
+    archive = io.BytesIO(tarred(("a/b/c", LINK, "../../x"), FILE, ("c", HARD, "a/b/c")))
+    *others, link = tarfile.open(fileobj=archive).getmembers()
+    for member in others:
+        script("reproduce").check_member(member, tmp_path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "c").symlink_to("../../x")
+    with pytest.raises(tarfile.TarError, match="'c' is neither a file nor a folder"):
+        script("reproduce").check_member(link, tmp_path)
+
+
+def test_modes_and_links_of_archives(script, tmp_path, checked):
+    """Files keep no setuid bit and belong to the user; links inside of the folder work."""
+    links = [("a/up", LINK, "../x"), ("a/up2", LINK, "up"), ("b", LINK, "a"), ("b/hard", HARD, "x"), ("b/x", HARD, "x")]
+    (tmp_path / "data.tar").write_bytes(tarred(("a", tarfile.DIRTYPE, ""), FILE, *links))
+    content = script("reproduce").unpack(tmp_path / "data.tar", tmp_path)
+    assert all((content / name).read_bytes() == b"new" for name in ("x", "a/up", "a/up2", "a/hard", "b/x"))
+    assert {oct(path.stat().st_mode & 0o7022) for path in content.rglob("*")} == {"0o0"}
+    assert {path.stat().st_uid for path in content.rglob("*")} == {tmp_path.stat().st_uid}
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

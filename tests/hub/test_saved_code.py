@@ -89,11 +89,15 @@ def test_pushed_models_load_without_the_package(hub, client, stranger, tmp_path)
 
 
 def test_checkpoint_pushed_during_training(hub, client, stranger, tmp_path, tokenizer):
-    """Trainer pushes only the configuration and the weights of a checkpoint, and the files of the output folder."""
+    """Trainer pushes only the configuration and the weights of a checkpoint, and the files of the output folder.
+
+    Without `hub_always_push`, Trainer skips a checkpoint while the push of an earlier one is in progress.
+    """
     model = make("luna", "AutoModelForSequenceClassification")
     model.save_pretrained(tmp_path / "saved")
     tokenizer.save_pretrained(tmp_path / "saved")
-    client(on_client.train, tmp_path / "saved", tmp_path / "run", publishes=False, hub_model_id="tester/run")
+    options = {"publishes": False, "hub_model_id": "tester/run", "hub_always_push": True}
+    client(on_client.train, tmp_path / "saved", tmp_path / "run", **options)
     inputs = {"input_ids": torch.tensor([[0, 5, 6, 7, 2]])}
     place = "AutoModelForSequenceClassification", lists(inputs)
     checkpoint = luna_mega.LunaForSequenceClassification.from_pretrained(tmp_path / "run" / "checkpoint-4").eval()
