@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -63,7 +63,7 @@ def make_embedding(rows: int, width: int, zero_row: int | None) -> nn.Embedding:
 
 def clear_row(module: nn.Module) -> None:
     """Set the `zero_row` of a new embedding to 0."""
-    row, weight = getattr(module, "zero_row", None), getattr(module, "weight", None)
+    row, weight = getattr(module, "zero_row", None), cast(Any, getattr(module, "weight", None))
     if row is not None and not getattr(weight, "_is_hf_initialized", False):
         init.zeros_(weight[row])
 

@@ -149,8 +149,6 @@ class SharedConfig(ConfigMixin):
         share_encoder_decoder_embeddings: bool | None
         decoder_vocab_size: int | None
         decoder_start_token_id: int | None
-        _sides: tuple[Any, Any]
-        _whole: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # A constructor of a user may have arguments of these names.
@@ -354,10 +352,11 @@ class SharedConfig(ConfigMixin):
         Changes of their `TOKEN_IDS` also change this one.
         """
         if not self._linked():
-            self._sides = self.encoder_config, self.decoder_config
-            for side in self._sides:
+            sides: Any = self.encoder_config, self.decoder_config
+            for side in sides:
                 side._whole = self
-        return self._sides
+            self._sides = sides
+        return self._sides  # type: ignore[no-any-return]
 
     def _linked(self) -> tuple[Any, ...]:
         """Return the configurations that follow this one; a shallow copy of this one has none."""
@@ -367,11 +366,11 @@ class SharedConfig(ConfigMixin):
     @property
     def encoder_config(self) -> Self:
         """The configuration of the encoder of an encoder-decoder."""
-        config = object.__new__(self.side_class or type(self))
+        config: Any = object.__new__(self.side_class or type(self))
         vars(config).update(copy.deepcopy(vars(self)))  # without the links
         config.is_encoder_decoder = config.is_decoder = config.add_cross_attention = False
         vars(config).pop("auto_map", None)  # names the code of the encoder-decoder
-        return config
+        return config  # type: ignore[no-any-return]
 
     @property
     def decoder_config(self) -> Self:
@@ -393,10 +392,10 @@ class SharedConfig(ConfigMixin):
             return self.decoder_config if decoder else self.encoder_config
         if not self.is_encoder_decoder or self.decoder_vocab_size in (None, self.vocab_size):
             return self
-        config = copy.deepcopy(self)
+        config: Any = copy.deepcopy(self)
         config.vocab_size = self.decoder_vocab_size
         config._whole = self  # Trainer sets token ids of the configuration that this returns
-        return config
+        return config  # type: ignore[no-any-return]
 
     def _check_choices(self, choices: Mapping[str, tuple[str | None, ...]]) -> None:
         for field, allowed in choices.items():
