@@ -156,13 +156,14 @@ class SharedConfig(ConfigMixin):
         super().__init_subclass__(**kwargs)
         if replaced or not issubclass(cls, PreTrainedConfig):
             return
-        initialize: Callable[..., None] = cls.__init__
+        made: Any = cls
+        initialize = made.__init__
 
         @functools.wraps(initialize)
         def initialize_by_name(self: Any, *args: Any, **fields: Any) -> None:
             initialize(self, *args, **type(self).rename_fields(fields))
 
-        cls.__init__ = initialize_by_name  # type: ignore[method-assign]
+        made.__init__ = initialize_by_name
 
     @classmethod
     def rename_fields(cls, fields: Mapping[str, Any], saved: bool = False) -> dict[str, Any]:

@@ -36,7 +36,7 @@ def arguments(processes: int, corpus: Path, output: Path, *options: str) -> list
     return [
         *("--do_train", "--use_cpu", "--disable_tqdm", "true", "--ddp_timeout", str(PATIENCE)),
         *("--dataset_path", str(corpus), "--output_dir", str(output), "--model_type", "mega"),
-        *("--config_overrides", MODEL, "--vocab_size", "300", "--block_size", "32", "--learning_rate", "0.01"),
+        *("--config_overrides", MODEL, "--vocab_size", "300", "--max_seq_length", "32", "--learning_rate", "0.01"),
         *("--max_steps", str(STEPS), "--save_steps", "2", "--save_total_limit", "2", "--logging_steps", "1"),
         *("--per_device_train_batch_size", str(8 // processes), *resume, *options),
     ]

@@ -1,44 +1,29 @@
 """One option has one name in all scripts, and other names are answered with it."""
 
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
+from transformers import TrainingArguments
 
 from luna_mega.training import arguments
+from luna_mega_cli import script_options
 
-SCRIPTS = [
-    "bag_of_words", "demo", "eval_lm", "generate_lm", "log_mel", "lra.run_lra", "run_audio", "run_clm", "run_glue",
-    "run_image_classification", "run_mlm", "run_race", "run_text_classification", "run_translation",
-]  # fmt: skip
 # Options with another meaning than the first name of their group: blocks of a stream of text, one column and not two.
 OTHER_MEANING = {"block_size": {"run_clm"}, "text_column": {"run_clm", "run_mlm", "eval_lm"}}
 REQUIRED = ["--model_name_or_path=x", "--output_dir=x"]
 
 
-@pytest.fixture
-def known(script, monkeypatch):
-    """Return a function that returns the options of a script."""
-
-    def read(name: str) -> set[str]:
-        found: list[str] = []
-        with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(arguments, "find_names", lambda names, options: found.extend(options) or "")
-            script(name).main(["--unknown=1", "--prompt=x", *REQUIRED])
-        return set(found)
-
-    return read
-
-
-def test_synonyms_are_no_options(known, examples_dir):
-    parsed = {path.stem for path in examples_dir.rglob("*.py") if "parse_arguments(" in path.read_text("utf-8")}
-    assert parsed == {name.rpartition(".")[2] for name in SCRIPTS}
-    options = {name: known(name) for name in SCRIPTS}
-    used = set().union(*options.values())
+def test_synonyms_are_no_options(examples_dir):
+    """Fields of dataclasses, read from the source: in scripts, and in modules that scripts share."""
+    files = [path for path in examples_dir.rglob("*.py") if "parse_arguments(" in path.read_text("utf-8")]
+    files += [path for path in Path(arguments.__file__).parent.glob("*.py") if path.stem != "arguments"]
+    options = {path.stem: script_options._fields(path) for path in files}
+    used = set().union(*options.values(), (item.name for item in fields(TrainingArguments)))
     for first, *others in arguments.SYNONYMS:
         assert first in used, first
         for other in set(others) - {"dataset_path"}:  # a folder instead of files
-            scripts = {name for name in SCRIPTS if other in options[name]}
-            assert not scripts or OTHER_MEANING.get(other) == scripts, (other, scripts)
-    for name in SCRIPTS:  # options of Trainer have its names
-        assert options[name] & {"batch_size", "steps", "lr", "epochs", "warmup"} == set(), name
+            assert {name for name in options if other in options[name]} == OTHER_MEANING.get(other, set()), other
 
 
 @pytest.mark.parametrize(
