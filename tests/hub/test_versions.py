@@ -116,7 +116,7 @@ def test_transformers_that_is_older_than_the_package_requires(expected, tmp_path
 
 
 def test_cards_name_the_versions(tmp_path):
-    """Cards of `push_to_hub`, `Trainer` and the converter have the same sentence, and the slow test the oldest version."""
+    """All cards have the same sentence, and the slow test runs the oldest version that it names."""
     model = make("luna")
     model.save_pretrained(tmp_path)
     assert NEEDS in _cards.loading_section(type(model), tmp_path, "a/b", None) and NEEDS in converted().text
