@@ -41,6 +41,7 @@ test-oldest: oldest ## run the fast tests with the oldest supported versions, in
 
 test-newest: VENV = .venv-newest
 test-newest: newest ## run the fast tests with the newest versions of all dependencies (PRE=1: also pre-releases), in .venv-newest
+	$(VENV)/bin/python -m pytest -q --noconftest tests/test_private_names.py # first: names what a new version has removed
 	$(RUN_TESTS)
 
 # A constraint of pip's configuration would cap versions, and an empty PIP_CONSTRAINT does not override it.

@@ -16,7 +16,7 @@ from transformers.modelcard import TrainingSummary
 from transformers.modeling_utils import unwrap_model
 
 from luna_mega._register import auto_classes, model_classes
-from luna_mega.compat import REQUIRED
+from luna_mega.compat import REQUIRED, SUPPORTED
 from luna_mega.modeling_common.base import CommonPreTrainedModel
 from luna_mega.modeling_common.configuration import CODE_FOLDER
 
@@ -24,8 +24,8 @@ FILE_NAME = "README.md"
 TAG = "luna-mega"
 # transformers 4 does not run the code, so that only this sentence can say what it requires.
 WITHOUT_PACKAGE = (
-    f"Without luna-mega, transformers runs the code in `{CODE_FOLDER}`, which requires "
-    f"{' and '.join(f'{name} {oldest} or later' for name, oldest in REQUIRED.items())}:"
+    f"Without luna-mega, transformers runs the code in `{CODE_FOLDER}`, which requires transformers "
+    f"{REQUIRED['transformers']} or later and is tested with torch {SUPPORTED['torch'][0]} or later:"
 )
 
 

@@ -74,22 +74,24 @@ def _log_once(message: str) -> None:
     logging.getLogger(__name__).warning(message)
 
 
-def compare_code(folder: str | os.PathLike[str]) -> None:
+def compare_code(folder: Path) -> None:
     """Log, once for a folder, that its code should be renewed, or once that it is newer than this package."""
-    for file in [*Path(folder, CODE_FOLDER).glob("auto_*.py"), *Path(folder).glob("auto_*.py")][:1]:
-        first = file.read_text(encoding="utf-8").partition("\n")[0]
-        if (found := re.match(rf"{GENERATED}(\d+(\.\d+)*)", first)) is None:
-            return
-        if is_older(found[1], RENEWED):
-            _log_once(
-                f"{folder} contains code of luna-mega {found[1]}, which runs where the package is not installed; run "
-                f"`luna-mega bundle {folder}` to renew it"
-            )
-        elif is_older(_PACKAGE.__version__, found[1]):
-            _log_once(
-                f"a model folder contains code of luna-mega {found[1]}, but luna-mega {_PACKAGE.__version__} loads it; "
-                "run `pip install --upgrade luna-mega` if the results differ"
-            )
+    # Earlier versions wrote the code next to the weights.
+    entries = [*folder.glob(f"{CODE_FOLDER}/auto_*.py"), *folder.glob("auto_*.py")]
+    texts = (file.read_text(encoding="utf-8", errors="replace") for file in entries)
+    found = next(filter(None, (re.match(rf"{GENERATED}(\d+(\.\d+)*)", text) for text in texts)), None)
+    if found is None:
+        return
+    if is_older(found[1], RENEWED):
+        _log_once(
+            f"{folder} contains code of luna-mega {found[1]}, which runs where the package is not installed; run "
+            f"`luna-mega bundle {folder}` to renew it"
+        )
+    elif is_older(_PACKAGE.__version__, found[1]):
+        _log_once(
+            f"a model folder contains code of luna-mega {found[1]}, but luna-mega {_PACKAGE.__version__} loads it; "
+            "run `pip install --upgrade luna-mega` if the results differ"
+        )
 
 
 CommonPreTrainedModel.folder_reader = staticmethod(compare_code)

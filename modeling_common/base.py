@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -79,7 +80,7 @@ class CommonPreTrainedModel(PreTrainedModel):
     # Completes the card in a folder that is pushed to a repository, with the code that loads the model.
     card_writer: ClassVar[Callable[[Any, str | os.PathLike[str], str], None] | None] = None
     # Compares the version of the code in a folder that is loaded with that of this package.
-    folder_reader: ClassVar[Callable[[str | os.PathLike[str]], None] | None] = None
+    folder_reader: ClassVar[Callable[[Path], None] | None] = None
     # "sdpa" (default) is `luna_mega.kernels`; "eager" computes attention step by step and returns its weights.
     _supports_sdpa = True
 
@@ -100,7 +101,7 @@ class CommonPreTrainedModel(PreTrainedModel):
     ) -> Any:
         """Load a folder or repository; log that the code in a folder should be renewed."""
         if cls.folder_reader is not None and pretrained_model_name_or_path is not None:
-            cls.folder_reader(os.path.join(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
+            cls.folder_reader(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:

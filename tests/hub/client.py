@@ -4,6 +4,7 @@ The functions after `Client` run in these processes.
 """
 
 import importlib
+import importlib.metadata
 import multiprocessing
 import os
 import sys
@@ -242,3 +243,22 @@ def gradients_with_other_bundles(folders: list[Path], inputs: dict[str, list]) -
     models = [first, *map(load, folders[1:]), luna_mega.LunaForMaskedLM.from_pretrained(folders[0]).eval()]
     found = [(model, gradients(model, run)) for model, run in [*zip(models, models, strict=True), (first, compiled)]]
     return [(type(model).__module__, all(map(torch.allclose, got, wanted))) for model, got in found]
+
+
+def load_with_versions(source: Path, auto_class: str, versions: dict[str, str], removes: bool) -> str:
+    """Load a folder as if other versions were installed; return the name of the class, or "Type: message".
+
+    With `removes`, transformers has none of the names that its versions differ in.
+    """
+    module = importlib.import_module("transformers.utils.output_capturing")
+    names = ("OutputRecorder", "capture_outputs", "selected_hidden_states") if removes else ()
+    real = importlib.metadata.version
+    with mock.patch.object(importlib.metadata, "version", lambda name: versions.get(name) or real(name)):
+        kept = {name: vars(module).pop(name) for name in names}
+        try:
+            model = getattr(transformers, auto_class).from_pretrained(source, trust_remote_code=True)
+            return type(model).__name__
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            vars(module).update(kept)
