@@ -52,6 +52,20 @@ def test_launch_on_cpus(corpus, tmp_path):
     launch("fsdp2", corpus, tmp_path / "out", "--use_cpu", "true")
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+@pytest.mark.parametrize("options, processes", [(["--cpu"], 1), ([], 1), (["--config_file", CONFIGS[0]], 2)])
+def test_processes_on_cpus(options, processes, tmp_path):
+    """docs/distributed.md says with which options `accelerate launch --num_processes 2` starts one process."""
+    script = tmp_path / "script.py"
+    script.write_text('import os\nprint("started", os.environ.get("RANK"), flush=True)\n', encoding="utf-8")
+    command = ["accelerate.commands.launch", *options, "--num_processes", "2", "--main_process_port", "0", script]
+    done = subprocess.run([sys.executable, "-m", *map(str, command)], capture_output=True, encoding="utf-8", check=True)
+    assert done.stdout.count("started") == processes
+    page = (EXAMPLES.parent / "docs" / "distributed.md").read_text(encoding="utf-8")
+    assert "`accelerate launch --cpu --num_processes 2` starts one process" in page
+
+
 def launch(config: str, corpus: Path, output: Path, *more: str) -> None:
     options = ["--dataset_path", corpus, "--output_dir", output, "--do_train", "--do_eval", "--max_steps", 2]
     options += ["--config_overrides", TINY, "--vocab_size", 300, "--max_seq_length", 32, *QUIET[1:], *more]

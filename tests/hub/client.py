@@ -112,8 +112,12 @@ def lists(inputs: dict[str, torch.Tensor]) -> dict[str, list]:
 
 
 def outputs(source: str | Path, auto_class: str, inputs: dict[str, list], **options: Any) -> dict[str, Any]:
-    """Return the name of the model class, its module, and all tensors of the model's output."""
-    model = getattr(transformers, auto_class).from_pretrained(source, **options).eval()
+    """Return the name of the model class, its module, and all tensors of the model's output.
+
+    `auto_class` is an Auto class, or the file and the name of a class of the folder.
+    """
+    kind = getattr(transformers, auto_class, None) or get_class_from_dynamic_module(auto_class, source)
+    model = kind.from_pretrained(source, **options).eval()
     with torch.no_grad():
         output = model(**{name: torch.tensor(value) for name, value in inputs.items()})
     tensors = {name: value.tolist() for name, value in output.items() if isinstance(value, torch.Tensor)}

@@ -26,6 +26,7 @@ from transformers import (
 import luna_mega
 from luna_mega._register import auto_classes
 from luna_mega.kernels.modules import ComplexMovingAverage, DiagonalSSM, MovingAverage
+from luna_mega.modeling_common.configuration import CODE_FOLDER
 from tests.hub.client import Client, check_outputs, lists, outputs
 from tests.marks import diagonal, slow_but
 
@@ -201,8 +202,9 @@ def test_saved_folders_without_the_package(pairs, trained, tmp_path):
     client = Client("http://127.0.0.1:9", tmp_path, package=False)
     for name, pad in pairs:
         model, folder, batch = trained(name, pad)
-        classes = auto_classes(type(model.config))
-        auto_class = next(auto for auto, kind in classes.items() if kind is type(model))
+        classes = {kind: auto for auto, kind in auto_classes(type(model.config)).items()}
+        own = f"{CODE_FOLDER}/auto_{model.config.model_type}.{name}"  # SequencePairClassification has no Auto class
+        auto_class = classes.get(type(model), own)
         result = client(outputs, folder, auto_class, lists(batch), trust_remote_code=True)
         check_outputs(result, model, batch)
     client.pool.shutdown()
