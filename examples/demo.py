@@ -11,6 +11,7 @@ from luna_mega_cli.script_options import check_names
 check_names(__name__)  # before the imports, which take seconds
 
 import ast
+import hashlib
 import platform
 import re
 import shutil
@@ -28,7 +29,7 @@ import numpy as np
 import torch
 from datasets import Dataset, disable_progress_bars
 from matplotlib.figure import Figure
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import train_test_split
@@ -99,9 +100,17 @@ def load_folder_of_transformers_4() -> None:
 
 
 def convert_checkpoint_of_fairseq(folder: Path) -> None:
-    """Convert a Luna that fairseq saved, then compare the checkpoint and the folder layer by layer."""
-    checkpoint = str(FIXTURES / "luna" / "bert_heads" / "checkpoint.pt")
-    for command in (["convert", checkpoint, "--output", str(folder)], ["verify", str(folder), checkpoint]):
+    """Convert a Luna that fairseq saved, then compare its outputs with those that fairseq computed."""
+    source, recorded = FIXTURES / "luna" / "bert_heads", str(folder.with_name("recorded.safetensors"))
+    checkpoint, results = source / "checkpoint.pt", load_file(source / "io.safetensors")
+    record = {"input_ids": results["A.src_tokens"], "logits": results["A.logits"]}
+    for layer in range(3):
+        record[f"hidden_states.{layer}"] = results[f"A.hidden.{layer}.x"]
+        record[f"packed_hidden_states.{layer}"] = results[f"A.hidden.{layer}.p"]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    sha256 = hashlib.sha256(checkpoint.read_bytes()).hexdigest()
+    save_file(record, recorded, {"sha256": sha256, "source": "fairseq"})
+    for command in (["convert", str(checkpoint), "--output", str(folder)], ["verify", str(folder), recorded]):
         print(f"$ luna-mega {command[0]} ...", flush=True)
         if luna_mega_cli.main(command):
             raise SystemExit(1)
@@ -208,7 +217,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     shutil.rmtree(output / "models", ignore_errors=True)
     with step("1. A folder of transformers 4 loads as it is"):
         load_folder_of_transformers_4()
-    with step("2. A checkpoint of fairseq is converted, and the result is verified"):
+    with step("2. A checkpoint of fairseq is converted and compared with fairseq's outputs"):
         convert_checkpoint_of_fairseq(output / "models" / "converted")
     with step(f"3. Which package of {', '.join(CLASSES)} is a sentence of the documentation from?"):
         data = load_sentences(options.seed)

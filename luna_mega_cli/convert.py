@@ -2,7 +2,7 @@
 
 import argparse
 
-from luna_mega_cli.options import add_conventions, chosen, show
+from luna_mega_cli.options import chosen, show
 
 DESCRIPTION = (
     "Converts a fairseq checkpoint of Luna (luna_bert, LRA, translation) or Mega (LRA, raw speech, ImageNet, language "
@@ -45,13 +45,24 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Megalodon: SentencePiece model (default: tokenizer.model in the checkpoint's directory). Not used by other "
         "models",
     )
-    add_conventions(
-        parser,
-        head="classification head to convert (default: the only head of a fine-tuned model, otherwise masked LM)",
-        layer_norm="storage of Luna's norm weights: unchanged, or minus one as in the code of 2023 (default: detected "
-        "from their mean)",
-        ema_convention="branch of the Mega code that wrote the file; flash calls alpha what main calls delta (default: "
-        "detected from the order of the tensors)",
+    parser.add_argument(
+        "--head",
+        metavar="NAME",
+        help="classification head to convert (default: the only head of a fine-tuned model, otherwise masked LM)",
+    )
+    parser.add_argument(
+        "--layer-norm",
+        choices=("auto", "standard", "plus-one"),
+        default="auto",
+        help="storage of Luna's norm weights: unchanged, or minus one as in the code of 2023 (default: detected from "
+        "their mean)",
+    )
+    parser.add_argument(
+        "--ema-convention",
+        choices=("auto", "main", "flash"),
+        default="auto",
+        help="branch of the Mega code that wrote the file; flash calls alpha what main calls delta (default: detected "
+        "from the order of the tensors)",
     )
     parser.add_argument(
         "--dtype",

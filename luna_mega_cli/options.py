@@ -3,17 +3,14 @@
 import argparse
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any
 
-LAYER_NORMS = ("standard", "plus-one")
-EMA_CONVENTIONS = ("main", "flash")
-
-_PATHS = {"checkpoint", "folder", "a", "b", "inputs", "dict", "bpe", "output"}
+_PATHS = {"checkpoint", "folder", "recorded", "dict", "bpe", "output"}
 # Paths that are read. Folders of models are checked where they are opened.
-_FILES, _FILES_OR_FOLDERS = ("dict", "inputs"), ("a", "b", "bpe", "checkpoint")
+_FILES, _FILES_OR_FOLDERS = ("dict",), ("recorded", "bpe", "checkpoint")
 _WORDS = {"head", "license"}
 
 
@@ -27,38 +24,15 @@ class _Help(argparse.HelpFormatter):
 def define_command(parser: argparse.ArgumentParser, command: ModuleType) -> None:
     """Set the help and the options of a command, given its module.
 
-    Its function `run` returns the exit status, or None for 0. Its function `check`, if there is one, returns an error
-    message for options that contradict each other, or None.
+    Its function `run` returns the exit status, or None for 0.
     """
     lines = "\n".join(f"  {parser.prog} {line}" for line in command.EXAMPLES)
     parser.description, parser.epilog, parser.formatter_class = command.DESCRIPTION, f"examples:\n{lines}", _Help
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.set_defaults(run=command.run, check=getattr(command, "check", None), parser=parser)
+    parser.set_defaults(run=command.run, parser=parser)
     command.add(parser)
 
 
-def add_conventions(parser: argparse.ArgumentParser, *, head: str, layer_norm: str, ema_convention: str) -> None:
-    """Add the options that specify how a checkpoint is read."""
-    parser.add_argument("--head", metavar="NAME", help=head)
-    parser.add_argument("--layer-norm", choices=("auto", *LAYER_NORMS), default="auto", help=layer_norm)
-    parser.add_argument("--ema-convention", choices=("auto", *EMA_CONVENTIONS), default="auto", help=ema_convention)
-
-
-def _integer(first: int, last: int, expected: str) -> Callable[[str], int]:
-    """Return an option type for integers from `first` to `last`."""
-
-    def integer(text: str) -> int:
-        # `int` takes quadratic time for a long text.
-        if not text.removeprefix("-").isdecimal() or len(text) > 20 or not first <= int(text) <= last:
-            raise argparse.ArgumentTypeError(f"must be an integer {expected}, got {text[:40]}")
-        return int(text)
-
-    return integer
-
-
-positive = _integer(1, 2**31 - 1, "from 1 to 2^31 - 1")
-seed = _integer(-(2**63), 2**64 - 1, "of at most 64 bits")
-COUNT: dict[str, Any] = {"metavar": "N", "type": positive}
 FOLDER = {"metavar": "FOLDER", "help": "model folder, written by luna-mega convert or save_pretrained"}
 
 

@@ -236,7 +236,7 @@ INVALID = [
     ("luna_mega", "from luna_mega.hub.card import conversion_card"),
     ("luna_mega", "import luna_megalodon"),
     ("luna_mega.convert.importer", "import tests.helpers"),
-    ("luna_mega.convert.importer", "from luna_mega.inspection.verify import compare"),
+    ("luna_mega.convert.importer", "from luna_mega.inspection.verify import verify"),
 ]
 VALID = [
     ("luna_mega.kernels.api", "from luna_mega.kernels import _dispatch\nimport math, os.path"),

@@ -138,17 +138,6 @@ def stacks(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     return {"decoder" if config.is_decoder else "encoder": config}
 
 
-def length_limit(config: PreTrainedConfig) -> int | None:
-    """Return the longest sequence that all position tables of a model support; None if there are none."""
-    limits = [position_limit(stack) for stack in stacks(config).values()]
-    limits += [
-        stack.cross_positions
-        for stack in stacks(config).values()
-        if stack.add_cross_attention and getattr(stack, "relative_positional_bias", None) == "simple"
-    ]
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
 def read_config(path: str | Path) -> dict[str, Any]:
     """Return config.json of a folder; raise an error unless it belongs to a model of this package."""
     path = check_path(path)

@@ -3,14 +3,12 @@
 import pytest
 from transformers import AutoModelForImageClassification
 
-from luna_mega.inspection.verify import compare
 from tests.convert.mega import mega_image
 
 
-def test_verify_and_files(convert):
+def test_files(convert):
     convert.save(mega_image())
     folder = convert(None)
-    assert compare(folder, convert.file, tolerance=0.0).within
     assert "AutoImageProcessor" in (folder / "README.md").read_text(encoding="utf-8")
     assert '"crop_size": {\n    "height": 12' in (folder / "preprocessor_config.json").read_text(encoding="utf-8")
 

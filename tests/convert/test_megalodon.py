@@ -1,4 +1,4 @@
-"""Folders of the released Megalodon code: conversion, verify, errors."""
+"""Folders of the released Megalodon code: conversion, errors."""
 
 import json
 
@@ -9,7 +9,6 @@ from transformers import AutoTokenizer
 
 from luna_mega import MegalodonConfig, MegalodonForCausalLM
 from luna_mega.convert import convert_checkpoint
-from luna_mega.inspection.verify import compare
 from tests.convert.folders import edit, identical, load
 from tests.convert.megalodon import MODEL, PIECES, folder, pieces, state
 from tests.errors import command_error
@@ -24,13 +23,12 @@ def check_weights(weights, model, report):
 
 
 def test_shards_are_joined(tmp_path):
-    complete = folder(tmp_path / "complete", swiglu=True)
-    halves = folder(tmp_path / "halves", swiglu=True, ranks=2)
+    folder(tmp_path / "complete", swiglu=True)
+    folder(tmp_path / "halves", swiglu=True, ranks=2)
     for name in ("complete", "halves"):
         convert_checkpoint(tmp_path / name, tmp_path / f"{name}-model")
     models = [load_file(tmp_path / f"{name}-model" / "model.safetensors") for name in ("complete", "halves")]
     identical(*models)
-    assert compare(halves, complete, tolerance=0.0, length=20).within
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -104,11 +102,9 @@ def test_bytes_and_pieces_of_the_user(tmp_path):
     assert ids == [1, 5, 3, 9, 10, 11, 12, 4] and tokenizer.decode(ids, skip_special_tokens=True) == " a\n\u00e9bbbc"
 
 
-def test_verify_and_card(tmp_path):
+def test_card(tmp_path):
     source = folder(tmp_path / "source", ranks=2)
     convert_checkpoint(source, tmp_path / "model")
-    assert compare(source, tmp_path / "model", tolerance=0.0, length=9).within
-    assert compare(source, tmp_path / "model", texts=["a bca", "b"]).within
     assert "Converted from the Megalodon checkpoint `source`" in (tmp_path / "model" / "README.md").read_text(
         encoding="utf-8"
     )

@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from luna_mega import MegaConfig, MegaForMultipleChoice
 from luna_mega.convert import ConversionError, convert_checkpoint
@@ -19,7 +20,7 @@ from luna_mega.convert.formats import (
 )
 from luna_mega.convert.keymap import KeyMap, Row
 from luna_mega.convert.table import Arg, derived
-from luna_mega.inspection.verify import compare
+from tests.convert.folders import identical
 from tests.convert.mega import FIELDS
 
 SIZES = FIELDS | {"vocab_size": 17, "dropout_prob": 0.25}
@@ -92,7 +93,7 @@ def test_conversion(tmp_path, checkpoint):
     assert report.source["layout"] == "tiny" and "tiny of the first code" in str(report) and not report.warnings
     config = MegaConfig.from_pretrained(tmp_path / "back")
     assert {name: getattr(config, name) for name in SIZES} == SIZES
-    assert compare(tmp_path / "model", tmp_path / "back", tolerance=0.0).within
+    identical(*(load_file(tmp_path / name / "model.safetensors") for name in ("model", "back")))
 
 
 def test_unsupported_options(tmp_path, checkpoint):

@@ -10,8 +10,7 @@ import torch
 from transformers import exporters
 from transformers.exporters.utils import decompose_for_generation
 
-from luna_mega.hub.folder import length_limit
-from luna_mega.hub.samples import borders, make_inputs
+from tests.modeling.samples import borders, length_limit, make_inputs
 
 OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
 

@@ -7,11 +7,11 @@ import torch
 from tokenizers import processors
 
 from luna_mega import MegaConfig, MegaForImageClassification
-from luna_mega.hub.samples import make_inputs
 from luna_mega.modeling_common.cache import new_cache
 from tests.ecosystem.programs import batches, compare, export_onnx
 from tests.modeling import luna, mega, megalodon_decoders
 from tests.modeling.decoders import make
+from tests.modeling.samples import make_inputs
 
 onnx_ir = pytest.importorskip("onnx_ir", reason="onnxscript is not installed")
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")

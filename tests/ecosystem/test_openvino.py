@@ -4,10 +4,10 @@ import pytest
 import torch
 from transformers import exporters
 
-from luna_mega.hub.samples import make_inputs
 from tests.ecosystem.programs import compare, quiet
 from tests.modeling import luna, mega
 from tests.modeling.decoders import make
+from tests.modeling.samples import make_inputs
 
 pytest.importorskip("openvino", reason="openvino is not installed")
 

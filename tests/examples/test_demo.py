@@ -27,7 +27,7 @@ def test_every_step_in_the_folder_of_an_earlier_run(demo, with_code, tmp_path, c
     printed = capsys.readouterr().out
     assert re.findall(r"^(\d)\. ", printed, re.MULTILINE) == list("123456")
     assert len(re.findall(r"^  \d+ s$", printed, re.MULTILINE)) == 6
-    assert "equal in every number" in printed
+    assert "within 1e-05 of the largest value" in printed
     assert all(f"{name} {value:.3f}" in printed for name, value in results.items())
     assert not (tmp_path / "models" / "converted" / "old").exists()
     assert {file.name for file in tmp_path.iterdir()} == {"accuracy.png", "models"}
@@ -58,6 +58,20 @@ def test_other_logits_are_an_error(demo, monkeypatch):
     monkeypatch.setattr(demo, "load_file", changed)
     with pytest.raises(SystemExit, match="the logits differ from those of transformers 4.46"):
         demo.load_folder_of_transformers_4()
+
+
+def test_other_outputs_of_fairseq_are_an_error(demo, monkeypatch, tmp_path, capsys):
+    saved = demo.load_file
+    monkeypatch.setattr(
+        demo,
+        "load_file",
+        lambda file: (
+            {name: 1.001 * x for name, x in saved(file).items()} | {"A.src_tokens": saved(file)["A.src_tokens"]}
+        ),
+    )
+    with pytest.raises(SystemExit) as stop:
+        demo.convert_checkpoint_of_fairseq(tmp_path / "models" / "converted")
+    assert stop.value.code == 1 and "MORE THAN 1e-05" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("program", "message"), [("print(0.5)", "the scores differ"), ("1 / 0", "ZeroDivisionError")])

@@ -113,10 +113,7 @@ def test_enwik8(reproduce, served, tmp_path, capsys):
     assert served.ranges == [None, "bytes=100-", None]
     assert reproduce("enwik8") == here and len(served.ranges) == 3
     out = capsys.readouterr().out
-    assert (
-        out.count("$ luna-mega convert") == out.count("$ luna-mega verify") == 1
-        and "$ python examples/eval_lm.py" in out
-    )
+    assert out.count("$ luna-mega convert") == 1 and "$ python examples/eval_lm.py" in out
     assert f"enwik8, bits_per_token: paper 1.02 (Mega, Table 5), here {here:.4g}, difference {here - 1.02:+.3g}" in out
     header, _, *rows = (tmp_path / "out" / "results.md").read_text(encoding="utf-8").splitlines()
     assert len(rows) == 2 and len({row.count("|") for row in (header, *rows)}) == 1 and "| 1.02 |" in rows[0]

@@ -11,7 +11,7 @@ from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast
 import luna_mega_cli
 from luna_mega.errors import ConversionError
 from luna_mega.hub.files import copy_model
-from luna_mega.hub.folder import read_folder, read_json
+from luna_mega.hub.folder import load_tokenizer, read_folder, read_json
 from tests.convert.folders import edit
 from tests.damage import NOT_OBJECTS
 from tests.errors import command_error
@@ -197,20 +197,22 @@ def test_invalid_json_raises(folder, content, capsys):
     command_error(capsys, "bundle", folder)
 
 
-def test_a_tokenizer_with_code_is_not_run(folder, capsys):
+def test_a_tokenizer_with_code_is_not_run(folder):
     (folder / "evil.py").write_text("raise SystemExit('executed')", encoding="utf-8")
     content = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(content), encoding="utf-8")
-    assert "no tokenizer that transformers" in command_error(capsys, "verify", folder, folder, "--text", "a")
+    with pytest.raises(ConversionError, match="no tokenizer that transformers"):
+        load_tokenizer(folder)
 
 
 @pytest.mark.parametrize("damage", ["[]", "{", '{"model": 5}', "\udcff"])
-def test_damaged_tokenizer_raises(folder, damage, capsys):
+def test_damaged_tokenizer_raises(folder, damage):
     (folder / "tokenizer_config.json").write_text(
         json.dumps({"tokenizer_class": PreTrainedTokenizerFast.__name__}), encoding="utf-8"
     )
     (folder / "tokenizer.json").write_bytes(damage.encode(errors="surrogateescape"))
-    assert "no tokenizer that transformers" in command_error(capsys, "verify", folder, folder, "--text", "a")
+    with pytest.raises(ConversionError, match="no tokenizer that transformers"):
+        load_tokenizer(folder)
 
 
 def test_names_of_folders_on_the_screen(folder, capsys):
@@ -237,8 +239,7 @@ WORDS = ["a\0b", "\udcff", "\ud800"]
 
 
 ARGUMENTS = [
-    ["convert", "WORD", "--dry-run"], ["verify", "MODEL", "WORD"], ["verify", "MODEL", "MODEL", "--text", "WORD"],
-    ["verify", "MODEL", "MODEL", "--inputs", "WORD"], ["bundle", "WORD"],
+    ["convert", "WORD", "--dry-run"], ["verify", "MODEL", "WORD"], ["verify", "WORD", "MODEL"], ["bundle", "WORD"],
     ["convert", "x", "--output", "NEW", "--head", "WORD"],
     ["convert", "WORD", "--output", "NEW"], ["convert", "x", "--output", "NEW", "--bpe", "WORD"],
 ]  # fmt: skip

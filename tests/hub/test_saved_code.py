@@ -14,11 +14,11 @@ from transformers.dynamic_module_utils import get_imports, get_relative_import_f
 import luna_mega
 from luna_mega._code import model_code
 from luna_mega._register import CONFIGS, auto_classes, model_classes
-from luna_mega.hub.samples import make_inputs
 from luna_mega.modeling_common.configuration import CODE_FOLDER
 from tests.hub import client as on_client
 from tests.hub.client import check_outputs, lists
 from tests.marks import slow_but
+from tests.modeling.samples import make_inputs
 
 pytestmark = pytest.mark.usefixtures("with_code")
 REMOTE = {"trust_remote_code": True}

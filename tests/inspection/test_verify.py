@@ -1,330 +1,269 @@
-"""`luna-mega verify` compares two models on the same inputs."""
+"""`luna-mega verify` compares a model with outputs that the original code recorded, and fails for a wrong converter."""
 
 import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import types
+import venv
+from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-import luna_mega
-from luna_mega import (
-    LunaConfig,
-    LunaForMaskedLM,
-    LunaForMultipleChoice,
-    LunaForSequenceClassification,
-    LunaModel,
-    MegaForMaskedLM,
-    MegaForSequenceClassification,
-    MegaModel,
-)
-from luna_mega.convert import ConversionError
-from luna_mega.inspection.verify import compare
+from luna_mega.convert import importer
+from luna_mega.inspection import verify as module
+from luna_mega.inspection.verify import verify
 from luna_mega_cli import main
-from tests.convert.mega import mega
-from tests.convert.mega_lm import KINDS, mega_lm
 from tests.errors import command_error
+from tests.inspection.records import read_record, write_record
+from tests.marks import diagonal, slow_but
+from tests.modeling import mega
 
-SIZES = {"vocab_size": 17, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 24}
-LUNA = SIZES | {"num_attention_heads": 4, "projection_length": 6, "max_position_embeddings": 20}
-MEGA = SIZES | {"nffn_hidden_size": 8, "shared_representation_size": 8, "ema_projection_size": 2}
-DECODER = {"is_decoder": True, "bidirectional": False, "add_lm_hidden_dense_layer": False}
-PICTURES = {"input_type": "patches", "image_size": 32, "patch_size": 4, "output_projection": True, "final_norm": True}
-OF_CLASS = {
-    "LunaForCausalLM": {"is_decoder": True},
-    "MegaForCausalLM": DECODER,
-    "MegaForImageClassification": PICTURES,
+CONVERTED = {
+    "luna/bert_heads": "A.",
+    "luna/lra21_listops_tied_layers": "A.",
+    "luna/lra23_meanpool_tied_layers": "B.",
+    "luna/s2s_tied": "A.",
+    "mega/07_lm_postnorm_laplace_simple_trunc": "",
+    "mega/08_lm_adaptive_tied_factor2_base": "",
+    "mega/11_lra_text_mp_postnorm_softmax": "",
+    "mega/12_lra_image_laplace_batchnorm_chunk_trunc": "",
+    "mega/14_sc_raw_base": "",
+    "mega/15_flash_mt_softmax_trunc0": "",
+    "mega/16_image_batchnorm_linear_nopos_rep": "",
+    "megalodon/05_sharded_mp2": "C.",
 }
-# test_decoders.py compares encoder-decoders and Megalodon.
-CLASSES = [
-    name
-    for name in luna_mega.__all__
-    if name.startswith(("LunaFor", "MegaFor", "LunaModel", "MegaModel")) and "Conditional" not in name
-]
-
-
-def save(folder, model_class=LunaForMaskedLM, **fields):
-    sizes = LUNA if model_class.config_class is LunaConfig else MEGA
-    fields = OF_CLASS.get(model_class.__name__, {}) | fields
-    model_class(model_class.config_class(**sizes | fields)).save_pretrained(folder)
-    return folder
-
-
-def change(folder, new, name, edit):
-    """Write a copy of the model with one edited tensor and return its folder."""
-    new.mkdir()
-    (new / "config.json").write_bytes((folder / "config.json").read_bytes())
-    tensors = load_file(folder / "model.safetensors")
-    edit(tensors[name])
-    save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
-    return new
-
-
-@pytest.mark.parametrize("name", CLASSES)
-def test_a_model_equals_itself(tmp_path, name):
-    folder = save(tmp_path / "a", getattr(luna_mega, name))
-    comparison = compare(folder, folder, tolerance=0.0, length=9)
-    assert comparison.within and comparison.largest == 0 and comparison.model_class == name
-    assert [row["layer"] for row in comparison.layers] == [0, 1, 2]
-    results = {"Model": ["last_hidden_state"], "ForQuestionAnswering": ["start_logits", "end_logits"]}
-    assert list(comparison.results) == results.get(name[4:], ["logits"])
-
-
-def test_models_of_two_families(tmp_path):
-    luna, mega = save(tmp_path / "luna", LunaModel), save(tmp_path / "mega", MegaModel)
-    with pytest.raises(ConversionError, match="class: 'MegaModel' and 'LunaModel'"):
-        compare(mega, luna)
-
-
-def change_last_row(table):
-    table[-1] += torch.linspace(20, 40, table[-1].numel()).view_as(table[-1])
-
-
-EMBEDDINGS = "luna.embeddings.{}_embeddings"
-SIMPLE = {"relative_positional_bias": "simple", "max_positions": 70}
-# Class, fields, and the tensor whose last row is edited: token type, position, row of P or relative position.
-UNUSUAL = {
-    "types": (LunaForSequenceClassification, {"type_vocab_size": 3}, EMBEDDINGS.format("token_type") + ".weight"),
-    "types of options": (LunaForMultipleChoice, {"type_vocab_size": 2}, EMBEDDINGS.format("token_type") + ".weight"),
-    "positions": (LunaForMaskedLM, {"max_position_embeddings": 99}, EMBEDDINGS.format("position") + ".weight"),
-    "P": (LunaForMaskedLM, {"projection_length": 30, "max_position_embeddings": 99}, EMBEDDINGS.format("packed")),
-    "types of Mega": (
-        *(MegaForMaskedLM, {"add_token_type_embeddings": True}),
-        "mega.embedding_layer.token_type_embeddings.weight",
-    ),
-    "bias": (MegaForMaskedLM, SIMPLE, "mega.layers.0.mega_layer.rel_pos_bias.rel_pos_bias"),
-    "bias in chunks": (
-        *(MegaForMaskedLM, {"use_chunking": True, "chunk_size": 40, **SIMPLE}),
-        "mega.layers.0.mega_layer.rel_pos_bias.rel_pos_bias",
-    ),
+LOADED = ["mega/hf_clm_softmax_chunk", "mega/hf_mlm_softmax_chunk_short", "mega/hf_qa"]
+# Faults of a converter: they change a tensor, or return None for one that they do not fit.
+FAULTS = {
+    "half": lambda name, x: x / 2,
+    "no bias": lambda name, x: torch.zeros_like(x) if name.endswith("bias") and x.count_nonzero() else None,
+    "transposed": lambda name, x: x.mT.contiguous() if x.dim() == 2 and x.shape[0] == x.shape[1] else None,
+    "one row off": lambda name, x: x.roll(1, 0) if x.dim() > 1 and len(x) > 1 else None,
+    "reversed": lambda name, x: x.flip(0) if x.dim() == 1 and len(x) > 1 else None,
 }
+# Without effect on outputs: softmax ignores what is added to all scores; the prior of no token, a counter of batches.
+NO_EFFECT = re.compile(r".*key\.bias|.*prior_.*|.*num_batches_tracked")
 
 
-@pytest.mark.parametrize("name", UNUSUAL)
-def test_differences_of_every_input_are_seen(tmp_path, name):
-    model_class, fields, tensor = UNUSUAL[name]
-    folder = save(tmp_path / "a", model_class, **fields)
-    assert not compare(folder, change(folder, tmp_path / "b", tensor, change_last_row)).within
+def convert(parity_folder, name, output):
+    source = parity_folder(*name.split("/"))
+    file = source / "checkpoint.pt"
+    assert main(["convert", str(file if file.exists() else source), "--output", str(output)]) == 0
+    return output, write_record(output.with_suffix(".recorded"), read_record(source, CONVERTED[name]), output)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"position_embedding_type": "sinusoidal", "input_type": "values", "pooling": "mean"},
-        {"dynamic_projection_length": False, "pooling": "packed_mean", "drop_first_token": True},
-    ],
-)
-def test_other_inputs(tmp_path, fields):
-    folder, other = (save(tmp_path / name, LunaForSequenceClassification, **fields) for name in "ab")
-    assert compare(folder, folder, tolerance=0.0).within and not compare(folder, other, length=9).within
+@pytest.mark.parametrize("name", slow_but(list(CONVERTED)[::3], CONVERTED))
+def test_converted_checkpoints_equal_the_original(name, parity_folder, tmp_path, capsys):
+    folder, record = convert(parity_folder, name, tmp_path / "model")
+    found = verify(folder, record)
+    assert found.within and {"logits"} < found.outputs.keys() and any("states." in name for name in found.outputs)
+    assert all(row["largest"] > 0.1 for row in found.outputs.values())
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"input_type": "values", "relative_positional_bias": "simple"}, {"use_chunking": True, "chunk_size": 8}],
-)
-def test_other_inputs_of_mega(tmp_path, fields):
-    folder = save(tmp_path / "a", MegaForSequenceClassification, pooling="mean", **fields)
-    printed = str(compare(folder, folder, length=90, tolerance=0.0))
-    assert "packed" not in printed and "embeddings" in printed and "equal in every number" in printed
+PAIRS = [(name, fault) for name in CONVERTED for fault in FAULTS]
 
 
-def test_differences_start_at_their_layer(tmp_path, capsys):
-    folder = save(tmp_path / "a")
-    name = "luna.encoder.layers.0.fc2.bias"
-    other = change(folder, tmp_path / "b", name, lambda bias: bias.add_(torch.linspace(-0.01, 0.01, 16)))
-    assert main(["verify", str(folder), str(other)]) == 1
-    table = capsys.readouterr().out
-    assert "MORE THAN 1e-05" in table and "A        " in table
-    comparison = compare(folder, other)
-    hidden, packed = ([row[kind] for row in comparison.layers] for kind in ("hidden", "packed"))
-    assert [value > 0 for value in hidden] == [False, True, True]
-    assert [value > 0 for value in packed] == [False, False, True]
-    assert comparison.largest == max(*hidden, *packed, comparison.results["logits"])
-    assert 0.005 < hidden[1] < 0.1
-    assert main(["verify", str(folder), str(other), "--tolerance", str(comparison.largest)]) == 0
-    other = change(folder, tmp_path / "c", "lm_head.decoder.bias", lambda bias: bias[3].add_(1.0))
-    comparison = compare(folder, other)
-    assert comparison.results["logits"] == pytest.approx(1.0)
-    assert not any(row["hidden"] or row["packed"] for row in comparison.layers)
+@pytest.mark.parametrize(("name", "fault"), slow_but(diagonal(CONVERTED, FAULTS)[::2], PAIRS))
+def test_a_wrong_converter_is_noticed(name, fault, parity_folder, tmp_path, monkeypatch, capsys):
+    """The converter changes one random tensor, in the model and in nothing else."""
+    right, changed = importer.convert_tensors, []
 
+    def wrong(*arguments):
+        tensors = right(*arguments)
+        candidates = {
+            key: y
+            for key, x in tensors.items()
+            if x.is_floating_point() and not NO_EFFECT.fullmatch(key) and (y := FAULTS[fault](key, x)) is not None
+            if not torch.equal(x, y)
+        }
+        changed.append(random.Random(f"{name} {fault}").choice(sorted(candidates)))
+        return tensors | {changed[0]: candidates[changed[0]]}
 
-def test_padding_is_not_compared(tmp_path):
-    folder = save(tmp_path / "a", LunaModel)
-    other = change(folder, tmp_path / "b", "embeddings.word_embeddings.weight", lambda table: table[1, 0].add_(1.0))
-    assert compare(folder, other, tolerance=0.0).within
-    other = change(folder, tmp_path / "c", "embeddings.packed_embeddings", lambda table: table[5, 0].add_(1.0))
-    assert compare(folder, other, batch=1, length=5, tolerance=0.0).within
-    assert not compare(folder, other, batch=1, length=6).within
-
-
-def test_one_number_that_is_not_finite(tmp_path, capsys):
-    folder = save(tmp_path / "a")
-    other = change(folder, tmp_path / "b", "lm_head.decoder.bias", lambda bias: bias[0].fill_(float("nan")))
-    assert main(["verify", str(folder), str(other)]) == 1
-    assert "NaN/Inf" in capsys.readouterr().out
-    assert main(["verify", str(folder), str(other), "--json", "--tolerance", "inf"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["results"] == {"logits": None} and found["largest"] is None and found["within"] is False
-    assert compare(other, other, tolerance=0.0).within
-
-
-def test_json(tmp_path, capsys):
-    folder = save(tmp_path / "a", LunaForMultipleChoice)
-    assert main(["verify", str(folder), str(folder), "--json", "--batch", "3", "--length", "7", "--seed", "5"]) == 0
+    monkeypatch.setattr(importer, "convert_tensors", wrong)
+    folder, record = convert(parity_folder, name, tmp_path / "model")
+    capsys.readouterr()
+    assert main(["verify", str(folder), str(record)]) == 1, changed
     printed = capsys.readouterr()
-    found = json.loads(printed.out)
-    assert found["inputs"]["random"] == {"input_ids": [3, 2, 7], "attention_mask": [3, 2, 7]}
-    assert found["within"] is True and found["largest"] == 0 and len(found["layers"]) == 3
+    assert "MORE THAN 1e-05" in printed.out or "NaN or Inf in the model" in printed.err
 
 
-def test_checkpoints_are_converted(convert, make, tmp_path, capsys):
-    state = make.bert(heads=[("a", 2), ("b", 3)])
-    folder = convert(state, "--head", "b")
-    file = convert.file
-    assert main(["verify", str(folder), str(file), "--head", "b", "--tolerance", "0"]) == 0
-    assert main(["verify", str(file), str(file)]) == 0
-    assert "LunaForMaskedLM" in capsys.readouterr().out
-    assert main(["verify", str(folder), str(file)]) == 1
-    message = capsys.readouterr().err
-    assert "'LunaForSequenceClassification' and 'LunaForMaskedLM'" in message and "--head" in message
-    state["model"]["encoder.lm_head.layer_norm.weight"] += 0.5
-    torch.save(state, tmp_path / "other.pt")
-    assert main(["verify", str(file), str(tmp_path / "other.pt")]) == 1
-    assert main(["verify", str(folder), str(tmp_path / "other.pt"), "--head", "b", "--layer-norm", "standard"]) == 0
+@pytest.fixture
+def masked_lm(parity_folder):
+    folder = parity_folder("mega", "hf_mlm_softmax_chunk_short")
+    return folder, read_record(folder)
 
 
-def test_input_file(tmp_path, capsys):
-    folder, file = save(tmp_path / "a"), tmp_path / "inputs.safetensors"
-    save_file({"input_ids": torch.tensor([[0, 5, 2, 1]]), "attention_mask": torch.tensor([[1, 1, 1, 0]])}, file)
-    assert main(["verify", str(folder), str(folder), "--inputs", str(file)]) == 0
-    assert "input_ids [1, 4]" in capsys.readouterr().out
-    other = change(
-        folder, tmp_path / "b", "luna.embeddings.word_embeddings.weight", lambda table: table[6, 0].add_(1.0)
-    )
-    assert compare(folder, other, inputs=file).layers[0]["hidden"] == 0
+@pytest.mark.parametrize("name", LOADED)
+def test_folders_of_transformers_4(name, parity_folder, tmp_path, capsys):
+    folder = parity_folder(*name.split("/"))
+    record = write_record(tmp_path / "recorded", read_record(folder), folder)
+    assert main(["verify", str(folder), str(record), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["within"] is True and found["source"] == "a fixture" and "hidden_states.2" in found["outputs"]
+    assert main(["verify", str(folder), str(record), "--tolerance", "0"]) == 1
+    assert re.search(r"largest difference \d.\de-\d+, largest output \d.\de\+\d+: MORE THAN 0", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "expected"),
-    [
-        ({"tokens": torch.zeros(1, 4).long()}, "tokens: LunaForMaskedLM has no such inputs"),
-        ({"pair_input_ids": torch.zeros(1, 4).long()}, "it supports input_ids, attention_mask"),
-        ({}, "contains no tensors"),
-        ({"input_ids": torch.tensor([[0, 17]])}, "outside of the vocabulary, 0 to 16"),
-        ({"input_ids": torch.zeros(1, 21).long()}, "21 exceeds the 20 learned positions"),
-        ({"input_ids": torch.zeros(1, 4)}, "input_ids has dtype torch.float32; ids must be integers"),
-        ({"input_ids": torch.zeros(1, 4).long(), "attention_mask": torch.ones(1, 3)}, "[1, 4]"),
-        ({"attention_mask": torch.ones(1, 3)}, "exactly one of input_ids"),
-    ],
-)
-def test_wrong_inputs(tmp_path, capsys, tensors, expected):
-    folder, file = save(tmp_path / "a"), tmp_path / "inputs.safetensors"
-    save_file(tensors, file)
-    assert expected in command_error(capsys, "verify", folder, folder, "--inputs", file)
+def constant(x):
+    return torch.full_like(x, random.Random(x.dim()).choice([0.0, 3.5, -1e-6]))
 
 
-@pytest.mark.parametrize("model_class", [LunaForMaskedLM, LunaForMultipleChoice])
-def test_text(tmp_path, capsys, model_class):
-    first, second = save(tmp_path / "a", model_class), save(tmp_path / "b", model_class)
-    assert "neither model has a tokenizer" in command_error(capsys, "verify", first, second, "--text", "w1")
-    words = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3} | {f"w{index}": 4 + index for index in range(13)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>").save_pretrained(second)
-    comparison = compare(first, second, texts=["w1 w2 w3", "w4"])
-    choices = [1] if model_class is LunaForMultipleChoice else []
-    assert comparison.inputs["texts"]["input_ids"] == [*choices, 2, 3] and not comparison.within
-    assert compare(second, second, texts=["w1 " * 30], tolerance=0.0).inputs["texts"]["input_ids"] == [*choices, 1, 20]
+CHANGES = {
+    "constant": ({"logits": constant}, "logits is constant: it varies by 0.0e+00"),
+    "nearly constant": ({"logits": lambda x: 1 + x * 1e-7}, "logits is constant: it varies by "),
+    "equal positions": ({"hidden_states.1": lambda x: x[:1, :1].expand_as(x)}, "hidden_states.1 is constant"),
+    "empty": ({"logits": None} | {f"hidden_states.{index}": None for index in range(3)}, "no outputs; record"),
+    "misspelled": ({"logit": "logits", "logits": None}, "logit: not in a MegaForMaskedLM, which has the inputs"),
+    "misspelled input": ({"attention_masks": "attention_mask"}, "attention_masks: not in a MegaForMaskedLM"),
+    "NaN": ({"hidden_states.2": lambda x: x / 0}, "hidden_states.2 has NaN or Inf in the record"),
+    "padding only": ({"attention_mask": torch.zeros_like}, "has only padding; record inputs"),
+    "time-major": ({"hidden_states.1": lambda x: x.transpose(0, 1)}, "record it with the batch first"),
+    "no inputs": ({"input_ids": None}, "the model cannot read attention_mask: "),
+    "invalid inputs": ({"input_ids": lambda x: x + 1000}, "the model cannot read input_ids, attention_mask: "),
+    "extra layer": ({"hidden_states.3": "hidden_states.2"}, "hidden_states.3: not in a MegaForMaskedLM"),
+}
 
 
-@pytest.mark.parametrize(
-    ("fields", "expected"),
-    [
-        ({"vocab_size": 18}, "vocab_size: 17 and 18"),
-        ({"num_hidden_layers": 1}, "num_hidden_layers: 2 and 1"),
-        ({"hidden_size": 8}, "hidden_size: 16 and 8"),
-        ({"projection_length": 5}, "projection_length: 6 and 5"),
-    ],
-)
-def test_other_kinds(tmp_path, capsys, fields, expected):
-    assert expected in command_error(capsys, "verify", save(tmp_path / "a"), save(tmp_path / "b", **fields))
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_record_with_which_nothing_can_be_compared_raises(change, masked_lm, tmp_path, capsys):
+    folder, record = masked_lm
+    changes, message = CHANGES[change]
+    for name, new in changes.items():
+        if new is None:
+            del record[name]
+        else:
+            record[name] = (record[new] if isinstance(new, str) else new(record[name])).contiguous().clone()
+    file = write_record(tmp_path / "recorded", record, folder)
+    assert message in command_error(capsys, "verify", folder, file)
 
 
-def test_other_classes(tmp_path, capsys):
-    first = save(tmp_path / "a", LunaForSequenceClassification, num_labels=2)
-    second = save(tmp_path / "b", LunaForSequenceClassification, num_labels=3)
-    assert "shapes [1, 2] and [1, 3]" in command_error(capsys, "verify", first, second)
+@pytest.mark.parametrize("metadata", [None, {"sha256": "0" * 64}])
+def test_the_record_of_another_checkpoint_raises(metadata, masked_lm, tmp_path, capsys):
+    folder, record = masked_lm
+    save_file(record, tmp_path / "recorded", metadata)
+    message = command_error(capsys, "verify", folder, tmp_path / "recorded")
+    assert f"SHA-256 {'0' * 64 if metadata else None}, but" in message and "`sha256` in the metadata" in message
 
 
-def test_incomplete_weights(tmp_path, capsys):
-    folder = save(tmp_path / "a")
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["luna.encoder.layers.1.fc1.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert "luna.encoder.layers.1.fc1.weight" in command_error(capsys, "verify", folder, folder)
-    assert "no such file or folder" in command_error(capsys, "verify", folder, tmp_path / "absent")
+def test_a_checkpoint_or_a_folder_is_no_record(parity_folder, masked_lm, capsys):
+    for other in (parity_folder("luna", "bert_heads") / "checkpoint.pt", masked_lm[0]):
+        message = command_error(capsys, "verify", masked_lm[0], other)
+        assert f"{other}: not a file of recorded outputs; write one with the original code" in message
+    assert "use a model folder" in command_error(capsys, "verify", masked_lm[0] / "config.json", other)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [["--batch", "0"], ["--length", "x"], ["--text", "a", "--inputs", "b"], ["--text", "a", "--seed", "1"]],
-)
-def test_usage(tmp_path, options):
-    with pytest.raises(SystemExit) as stop:
-        main(["verify", str(tmp_path), str(tmp_path), *options])
-    assert stop.value.code == 2
+def test_padding_is_not_compared(masked_lm, tmp_path):
+    folder, record = masked_lm
+    dropped = record["attention_mask"] == 0
+    assert dropped.any()
+    expected = verify(folder, write_record(tmp_path / "recorded", record, folder)).outputs
+    for name in expected:
+        record[name] = record[name].masked_fill(dropped[..., None], torch.nan)
+    assert verify(folder, write_record(tmp_path / "recorded", record, folder)).outputs == expected
 
 
-@pytest.mark.parametrize("options", [["--head", "a"], ["--layer-norm", "standard"], ["--ema-convention", "main"]])
-def test_options_for_checkpoints_require_one(tmp_path, capsys, options):
-    folder = save(tmp_path / "a")
-    assert f"{options[0]} applies to checkpoints" in command_error(capsys, "verify", folder, folder, *options)
+def test_logits_are_compared_in_parts(masked_lm, tmp_path, monkeypatch):
+    folder, record = masked_lm
+    file = write_record(tmp_path / "recorded", record, folder)
+    expected = verify(folder, file).outputs
+    monkeypatch.setattr(module, "_SLICE", 2 * record["logits"][:, 0].numel())
+    found = verify(folder, file).outputs
+    assert found.keys() == expected.keys() and found["logits"] == pytest.approx(expected["logits"], abs=1e-5)
 
 
-def test_generation_config_is_an_object(tmp_path, capsys):
-    folder = save(tmp_path / "a")
-    (folder / "generation_config.json").write_text("[]", encoding="utf-8")
-    assert "generation_config.json: not a JSON object" in command_error(capsys, "verify", folder, folder)
+PEAK = """
+import resource, sys
+from luna_mega_cli import main
+assert main(["verify", *sys.argv[1:]]) == 0
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+"""
 
 
-def test_transformers_is_quiet_only_here(tmp_path):
-    logging = pytest.importorskip("transformers.utils.logging")
-    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    with pytest.raises(ConversionError):
-        compare(tmp_path / "absent", tmp_path)
-    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_vocabulary(tmp_path):
+    """The logits of 2 x 512 tokens and 100,000 words are 400 MB."""
+    model = mega.make("ForMaskedLM", vocab_size=100_000).eval()
+    model.save_pretrained(tmp_path / "model")
+    record = {"input_ids": torch.randint(3, 100_000, (2, 512))}
+    with torch.no_grad():
+        output = model(**record, output_hidden_states=True)
+    peaks = []
+    for name, tensor in (("hidden_states.1", output.hidden_states[1]), ("logits", output.logits)):
+        file = write_record(tmp_path / name, record | {name: tensor}, tmp_path / "model")
+        command = [sys.executable, "-c", PEAK, str(tmp_path / "model"), str(file)]
+        peaks.append(float(subprocess.check_output(command, encoding="utf-8").split()[-1]))
+    assert peaks[1] - peaks[0] < 200
 
 
-@pytest.mark.parametrize("kind", ["untied", "adaptive"])
-def test_language_models_of_mega(convert, tmp_path, kind):
-    state = mega_lm(**KINDS[kind])
-    folder = convert(state)
-    comparison = compare(folder, convert.file, tolerance=0.0, length=9)
-    assert comparison.within and list(comparison.results) == ["logits"]
-    assert ModelCard.load(folder / "README.md").data.pipeline_tag == "text-generation"
-    state["model"]["decoder.layers.1.mega_layer.h_proj.weight"] *= 1.5
-    torch.save(state, tmp_path / "other.pt")
-    assert [row["hidden"] > 0 for row in compare(folder, tmp_path / "other.pt", length=9).layers] == [
-        False,
-        False,
-        True,
-    ]
+def program(word: str) -> str:
+    """Return the program of the page that contains a word."""
+    page = Path(__file__).parents[2].joinpath("docs", "conversion.md").read_text(encoding="utf-8")
+    (found,) = (code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if word in code)
+    assert len(found.splitlines()) <= 20
+    return found
 
 
-def test_checkpoints_of_the_two_branches(convert, tmp_path):
-    """A file that is loaded with the convention of the other branch gives different results."""
-    state = mega(rotary=True)
-    folder = convert(state)
-    assert compare(folder, convert.file, length=9).largest == 0
-    other = compare(folder, convert.file, ema_convention="flash", length=9)
-    assert other.layers[0]["hidden"] == 0 and other.layers[1]["hidden"] > 1e-3
-    assert main(["verify", str(folder), str(folder), "--ema-convention", "flash"]) == 1
+class Replay(torch.nn.Module):
+    """Module of fairseq that returns recorded states, time-major."""
+
+    def __init__(self, states):
+        super().__init__()
+        self.states = states
+
+    def forward(self):
+        return self.states.transpose(0, 1), None
 
 
-def test_v4_folders(parity_folder):
-    """Folders of transformers v4 are supported without conversion."""
-    folder = parity_folder("mega", "hf_mlm_softmax_rotary_scalenorm")
-    assert compare(folder, folder, tolerance=0.0).within
+class RecordedModel(torch.nn.Module):
+    """Language model with the interface of fairseq that returns what the genuine one computed."""
+
+    def __init__(self, io):
+        super().__init__()
+        self.decoder, self.io = torch.nn.Module(), io
+        self.decoder.layers = torch.nn.ModuleList(Replay(io[f"hidden.{index}"]) for index in (1, 2))
+
+    def forward(self, src_tokens):
+        assert src_tokens.equal(self.io["src_tokens"])
+        for layer in self.decoder.layers:
+            layer()
+        return self.io["logits"], {}
+
+
+def test_program_for_fairseq(parity_folder, tmp_path, monkeypatch):
+    name = "mega/07_lm_postnorm_laplace_simple_trunc"
+    folder, _ = convert(parity_folder, name, tmp_path / "model")
+    shutil.copy(parity_folder(*name.split("/")) / "checkpoint.pt", tmp_path / "checkpoint_best.pt")
+    io = load_file(parity_folder(*name.split("/")) / "io.safetensors")
+    task = types.SimpleNamespace(source_dictionary=range(100))
+    utils = types.ModuleType("fairseq.checkpoint_utils")
+    utils.load_model_ensemble_and_task = lambda files: ([RecordedModel(io)], None, task)
+    monkeypatch.setitem(sys.modules, "fairseq", types.ModuleType("fairseq"))
+    monkeypatch.setitem(sys.modules, "fairseq.checkpoint_utils", utils)
+    monkeypatch.setattr(torch, "randint", lambda *arguments: io["src_tokens"])
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program("fairseq"), "conversion.md", "exec"), {})
+    found = verify(folder, "recorded.safetensors")
+    assert found.within and list(found.outputs) == ["hidden_states.1", "hidden_states.2", "logits"]
+
+
+@pytest.mark.slow
+def test_program_for_transformers_4(parity_folder, tmp_path, capsys):
+    """The program runs with transformers 4 in a separate environment, which uses the torch of this one."""
+    venv.create(tmp_path / "v4", with_pip=True)
+    python = tmp_path / "v4" / "bin" / "python"
+    (packages,) = tmp_path.glob("v4/lib/python*/site-packages")
+    (packages / "this.pth").write_text("\n".join(path for path in sys.path if "site-packages" in path))
+    requirement = re.search(r"'(transformers<[\d.]+)'", Path("docs/conversion.md").read_text(encoding="utf-8"))[1]
+    done = subprocess.run([python, "-m", "pip", "install", requirement], capture_output=True, encoding="utf-8")
+    if done.returncode:
+        pytest.skip(f"cannot install {requirement}: {done.stderr.strip().splitlines()[-1]}")
+    fixture = parity_folder("mega", "hf_mlm_softmax_chunk_short")
+    code = program("transformers import Mega").replace("mnaylor/mega-base-wikitext", str(fixture))
+    subprocess.run([python, "-c", code], cwd=tmp_path, check=True)
+    assert main(["verify", str(tmp_path / "mega"), str(tmp_path / "recorded.safetensors")]) == 0
+    assert "transformers 4.46" in capsys.readouterr().out

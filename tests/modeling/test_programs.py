@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from luna_mega.hub.samples import borders, make_inputs
+from tests.modeling.samples import borders, make_inputs
 
 from . import classes, luna, mega, megalodon_decoders
 from .decoders import a_third, make, weekly_but

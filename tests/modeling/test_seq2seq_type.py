@@ -111,7 +111,7 @@ def test_encoder_decoder_folder_of_an_early_type_loads_after_an_edit(family, tmp
     for cls in (*classes, family.ForConditionalGeneration, family.Seq2SeqModel):
         with pytest.raises((ValueError, StrictDataclassError), match=re.escape(wrong_type(family))):
             cls.from_pretrained(tmp_path)
-    for command in (["verify", str(tmp_path), str(tmp_path)], ["bundle", str(tmp_path)]):
+    for command in (["verify", str(tmp_path), str(tmp_path / "config.json")], ["bundle", str(tmp_path)]):
         assert luna_mega_cli.main(command) == 1
         message = capsys.readouterr().err
         assert wrong_type(family) in message and message.count("\n") == 1

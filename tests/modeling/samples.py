@@ -1,4 +1,4 @@
-"""Sample inputs of a model, for comparisons of two models."""
+"""Random inputs of a model."""
 
 import inspect
 from collections.abc import Sequence
@@ -7,49 +7,13 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.hub.folder import ModelFolder, length_limit, stacks
+from luna_mega.hub.folder import position_limit, stacks
 
 _LENGTH = 32  # longer than the states of a moving average, for models without a fixed number of rows or a chunk
 
 
-def sample_inputs(
-    model: PreTrainedModel | ModelFolder, processor: Any = None, longest: int | None = None, seed: int = 0
-) -> dict[str, dict[str, torch.Tensor]]:
-    """Return batches that together contain every kind of input that a user can pass to a model.
-
-    Texts are shorter, as long as, and longer than the packed sequence P, a chunk and a window of statistics, and as
-    long as the table of positions, or as `longest`. Batches have padding on either side, and masks with gaps. See
-    `make_inputs` for the other arguments, and those of `forward`.
-
-    Returns:
-        Name of a batch -> name of an argument -> tensor. Batches of one length have one sequence.
-    """
-    model_class, config = _parts(model)
-    options: dict[str, Any] = {"processor": processor, "seed": seed}
-    if config.input_type == "patches":
-        return {f"{count} images": make_inputs(model, [0] * count, **options) for count in (1, 3)}
-    most = min((n for n in (longest, length_limit(config)) if n is not None), default=None)
-    least = 1 + getattr(config, "drop_first_token", False)
-    changes = borders(config)
-
-    def cut(lengths: Sequence[int]) -> list[int]:
-        return [max(least, length if most is None else min(length, most)) for length in lengths]
-
-    singles = {1, *(border + step for border in changes for step in (-1, 0)), 2 * changes[-1] + 1, most or 1}
-    batches = {f"length {n}": make_inputs(model, [n], **options) for n in sorted({*cut(sorted(singles))})}
-    # Statistics of windows do not support padding.
-    last = changes[0 if getattr(config, "windowed_statistics", False) else -1]
-    padded = cut([2 * last + 1, last, (last + 1) // 2, 1])
-    for side in ("right", "left"):
-        batches[f"padded {side}"] = make_inputs(model, padded, side=side, **options)
-    batches["gaps"] = make_inputs(model, padded, gaps=True, **options)
-    if accepts(model_class, "packed_mask"):
-        batches["packed"] = make_inputs(model, padded, **options) | _packed(config, len(padded), seed)
-    return batches
-
-
 def make_inputs(
-    model: PreTrainedModel | ModelFolder,
+    model: PreTrainedModel,
     lengths: Sequence[int],
     side: str = "right",
     gaps: bool = False,
@@ -63,7 +27,7 @@ def make_inputs(
     of a source. Second sequences, targets and sources have about half of the lengths, in reversed order.
 
     Args:
-        model: Model or model folder of this package.
+        model: Model of this package.
         lengths: Numbers of tokens of the sequences.
         side: Side of the padding, "right" or "left".
         gaps: Drop tokens within the sequences by the mask.
@@ -71,7 +35,7 @@ def make_inputs(
             contains them only if the model has several types, and its `pad_token_id` replaces the model's.
         seed: Seed of the random numbers.
     """
-    model_class, config = _parts(model)
+    config = model.config
     generator = torch.Generator().manual_seed(seed)
     if config.input_type == "patches":
         shape = (len(lengths), config.num_channels, config.image_size, config.image_size)
@@ -80,11 +44,11 @@ def make_inputs(
     sides = {"": (config, lengths)}
     if config.is_encoder_decoder:
         sides = {"": (config.encoder_config, lengths), "decoder_": (config.decoder_config, halves)}
-    elif accepts(model_class, "pair_attention_mask"):
+    elif accepts(model, "pair_attention_mask"):
         sides["pair_"] = (config, [halves[-1], *halves[:-1]])
     inputs = {}
     for prefix, (stack, counts) in sides.items():
-        if model_class.__name__.endswith("ForMultipleChoice"):
+        if type(model).__name__.endswith("ForMultipleChoice"):
             counts = torch.tensor([counts, [(count + 1) // 2 for count in counts]]).T.contiguous()
         mask = _mask(torch.as_tensor(counts), side, gaps)
         if stack.input_type == "values":
@@ -94,15 +58,16 @@ def make_inputs(
         else:
             inputs[f"{prefix}input_ids"] = _ids(stack, mask, processor, generator)
         inputs[f"{prefix}attention_mask"] = mask.long()
-    if (types := _types(model_class, config, processor)) is not None:
+    if (types := _types(model, config, processor)) is not None:
         position, count = mask.cumsum(-1) - 1, mask.sum(-1, keepdim=True)
         inputs["token_type_ids"] = (position * types // count.clamp(min=1)).masked_fill(~mask, 0)
     if config.add_cross_attention and not config.is_encoder_decoder:
         mask = _mask(torch.tensor(halves), side, gaps)
         states = torch.randn(*mask.shape, config.hidden_size, generator=generator)
         inputs |= {"encoder_hidden_states": states, "encoder_attention_mask": mask.long()}
-        if accepts(model_class, "packed_states"):
-            inputs["packed_states"] = _packed(config, len(lengths), seed)["packed_states"]
+        if accepts(model, "packed_states"):
+            shape = (len(lengths), config.projection_length, config.hidden_size)
+            inputs["packed_states"] = torch.randn(shape, generator=generator)
     return inputs
 
 
@@ -115,13 +80,20 @@ def borders(config: PreTrainedConfig) -> list[int]:
     return sorted(found - {1}) or [_LENGTH]
 
 
-def _parts(model: PreTrainedModel | ModelFolder) -> tuple[type, PreTrainedConfig]:
-    return getattr(model, "model_class", type(model)), model.config
+def length_limit(config: PreTrainedConfig) -> int | None:
+    """Return the longest sequence that all position tables of a model support; None if there are none."""
+    limits = [position_limit(stack) for stack in stacks(config).values()]
+    limits += [
+        stack.cross_positions
+        for stack in stacks(config).values()
+        if stack.add_cross_attention and getattr(stack, "relative_positional_bias", None) == "simple"
+    ]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
-def accepts(model_class: type, name: str) -> bool:
+def accepts(model: PreTrainedModel, name: str) -> bool:
     """Return whether `forward` has an argument with this name."""
-    return name in inspect.signature(model_class.forward).parameters
+    return name in inspect.signature(model.forward).parameters
 
 
 def _mask(lengths: torch.Tensor, side: str, gaps: bool) -> torch.Tensor:
@@ -144,18 +116,10 @@ def _ids(config: Any, mask: torch.Tensor, processor: Any, generator: torch.Gener
     return ids[torch.cat(rounds)[: mask.numel()].view(mask.shape)].masked_fill(~mask, pad or 0)
 
 
-def _types(model_class: type, config: Any, processor: Any) -> int | None:
+def _types(model: PreTrainedModel, config: Any, processor: Any) -> int | None:
     """Return the number of token types in the inputs, or None if the inputs have no `token_type_ids`."""
-    if not accepts(model_class, "token_type_ids"):
+    if not accepts(model, "token_type_ids"):
         return None
     types = config.type_vocab_size if getattr(config, "add_token_type_embeddings", True) else 0
     named = "token_type_ids" in getattr(processor, "model_input_names", ())
     return max(types, 1) if types > 1 or named else None
-
-
-def _packed(config: Any, rows: int, seed: int) -> dict[str, torch.Tensor]:
-    """Return a P for each sequence, and a mask that drops the last row of every second P."""
-    shape = (rows, config.projection_length, config.hidden_size)
-    mask = torch.ones(shape[:2], dtype=torch.long)
-    mask[1::2, -1] = shape[1] == 1
-    return {"packed_states": torch.randn(shape, generator=torch.Generator().manual_seed(seed)), "packed_mask": mask}
