@@ -34,7 +34,6 @@ LAST_COMMIT = "20c2b5c3"
 
 # Names of BERT's configuration that no family has, see `SharedConfig.absent_fields`.
 ABSENT_FIELDS: dict[str, tuple[Any, str]] = {
-    "chunk_size_feed_forward": (0, "omit it, because feed-forward layers are always computed at once"),
     "gradient_checkpointing": (False, "call `gradient_checkpointing_enable()` of the model"),
     "per_layer_config": (None, "omit it, because all layers have the same fields"),
     "tie_last_hidden_states": (None, "omit it"),
@@ -144,6 +143,7 @@ class SharedConfig(ConfigMixin):
         input_type: str
         pad_token_id: int | None
         is_decoder: bool
+        chunk_size_feed_forward: int
         add_cross_attention: bool
         tie_word_embeddings: bool
         share_encoder_decoder_embeddings: bool | None
@@ -222,6 +222,11 @@ class SharedConfig(ConfigMixin):
         for name, other in self.default_fields.items():
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self, other))
+        if self.chunk_size_feed_forward:  # transformers' tests of configurations require that it is accepted
+            logger.warning_once(
+                f"chunk_size_feed_forward={self.chunk_size_feed_forward} has no effect, because feed-forward layers "
+                "compute all positions at once; omit it"
+            )
         kwargs.pop("model_type", None)  # differs between a user's subclass and the folders it reads
         auto_map = kwargs.pop("auto_map", None)
         if isinstance(auto_map, dict) and __package__ == "luna_mega.modeling_common":

@@ -27,10 +27,7 @@ VALUES = {
 }  # fmt: skip
 UNSET = {"transformers_version", "architectures", "label2id"}  # written by transformers
 SIDES = {"is_decoder", "add_cross_attention"}
-NOWHERE = {
-    "chunk_size_feed_forward", "per_layer_config", "tie_last_hidden_states", "position_embedding_type",
-    "gradient_checkpointing",
-}  # fmt: skip
+NOWHERE = {"per_layer_config", "tie_last_hidden_states", "position_embedding_type", "gradient_checkpointing"}
 # Names that raise an error in a constructor. A default that is the only value has no other.
 RAISE = {
     LunaConfig: {*NOWHERE, "is_encoder_decoder", "add_cross_attention"},
@@ -97,6 +94,11 @@ def test_two_names_of_a_field(config_class, name, tmp_path, caplog):
     config = AutoConfig.from_pretrained(tmp_path)
     assert getattr(config, own) == default and name not in config.to_dict()
     assert f"`{name}` is ignored" in caplog.text
+
+
+def test_a_name_that_only_warns(caplog):
+    LunaConfig(chunk_size_feed_forward=97)
+    assert "chunk_size_feed_forward=97 has no effect" in caplog.text
 
 
 @pytest.mark.parametrize("config_class", CONFIGS)
