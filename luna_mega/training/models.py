@@ -110,6 +110,8 @@ def make_config(
             seq2seq = f"{model.model_type}_seq2seq"  # a separate model type of Luna and Mega
             own = values.get("is_encoder_decoder") and seq2seq in CONFIG_MAPPING
             config = AutoConfig.for_model(seq2seq if own else model.model_type)
+        overrides = _matching(overrides, config, model)
+        if not model.model_name_or_path:
             values |= {"input_type": kind, "max_position_embeddings": max_length}
             if tokenizer is not None:
                 if not (config.is_encoder_decoder or own or values.get("is_decoder")):
@@ -118,7 +120,6 @@ def make_config(
                 values |= {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
                 pad = overrides.get("pad_token_id", tokenizer.pad_token_id)
                 values["max_position_embeddings"] += first_position(config.model_type, pad)
-        overrides = _matching(overrides, config, model)
         values = {name: value for name, value in values.items() if hasattr(config, name)}
         # A field can have two names, such as max_position_embeddings and Mega's max_positions; the last value is used.
         pairs = [*loaded.items(), *values.items(), *overrides.items()]
