@@ -55,6 +55,15 @@ def padding_token(config: PreTrainedConfig) -> int | None:
     return None if config.is_decoder and pad in (end if isinstance(end, list | tuple) else [end]) else pad
 
 
+def blank_token(config: PreTrainedConfig) -> int | None:
+    """Return the token whose embedding is 0 at first: the padding token, unless targets start with it.
+
+    Norms divide the state of such a start token, which nearly vanishes, by its rounding errors.
+    """
+    pad = padding_token(config)
+    return None if pad == config.decoder_start_token_id else pad
+
+
 def find_mask(input_ids: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor | None:
     """Return the bool mask of the tokens that are not padding, see `padding_token`; None if there is no such token."""
     if (pad := padding_token(config)) is not None:

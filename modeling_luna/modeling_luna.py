@@ -55,7 +55,7 @@ from luna_mega.modeling_common.heads import (
 )
 from luna_mega.modeling_common.inputs import Inputs, ValueEmbeddings, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import DENSE, Layout
-from luna_mega.modeling_common.masks import can_look, is_sound, padding_token, read_mask
+from luna_mega.modeling_common.masks import blank_token, can_look, is_sound, read_mask
 from luna_mega.modeling_common.outputs import (
     CACHE,
     BaseModelOutputWithPastAndCrossAttentions,
@@ -170,7 +170,7 @@ class LunaEmbeddings(nn.Module):
         self.config = config
         width, narrow = config.hidden_size, cast(int, config.embedding_size)
         if config.input_type == "tokens":
-            self.word_embeddings = make_embedding(config.vocab_size, narrow, padding_token(config))
+            self.word_embeddings = make_embedding(config.vocab_size, narrow, blank_token(config))
         else:
             self.value_embeddings = ValueEmbeddings(width, config.num_channels)
         if config.position_embedding_type == "learned":

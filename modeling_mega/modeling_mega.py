@@ -66,7 +66,7 @@ from luna_mega.modeling_common.heads import (
 from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
 from luna_mega.modeling_common.labels import check_pooled_labels
 from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout
-from luna_mega.modeling_common.masks import padding_token, read_mask
+from luna_mega.modeling_common.masks import blank_token, read_mask
 from luna_mega.modeling_common.outputs import (
     CACHE,
     BaseModelOutputWithPoolingAndCrossAttentions,
@@ -387,7 +387,7 @@ class MegaEmbeddings(nn.Module):
             self.word_embeddings = MegaAdaptiveEmbedding(config)
         else:
             size = config.embedding_size or config.hidden_size
-            self.word_embeddings = make_embedding(config.vocab_size, size, padding_token(config))
+            self.word_embeddings = make_embedding(config.vocab_size, size, blank_token(config))
             if size != config.hidden_size:
                 self.projection = nn.Linear(size, config.hidden_size, bias=False)
         if config.add_token_type_embeddings:

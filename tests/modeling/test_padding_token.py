@@ -157,6 +157,7 @@ def test_targets_that_start_with_padding(family, tmp_path):
     model = decoders.make_plain(family, is_encoder_decoder=True, pad_token_id=1, decoder_start_token_id=2)
     model.generation_config.eos_token_id = None
     other = start_with_padding(model)
+    assert type(other)(other.config).get_input_embeddings().weight[1].all()
     other.save_pretrained(tmp_path)
     loaded = type(other).from_pretrained(tmp_path, dtype=torch.float64)
     source, counted = inputs_of(model, 1)[0], LABELS != -100
