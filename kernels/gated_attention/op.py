@@ -156,7 +156,8 @@ def gated_attention(
             chunk, including padding.
         causal: queries attend only to keys up to their own column.
         chunk_size: positions attend within chunks of this length; T may be any length. None = full attention.
-        mask: `[B, S]` bool, True = attend to this key; None = all.
+        mask: `[B, S]` bool, True = attend to this key; None = all. Masked keys and values must be finite, as in
+            `scaled_dot_product_attention`.
         offset: column of the first query among the keys, for cached decoding (S = number of keys so far) or
             cross-attention.
         row_offset: `[B]` integers added to `offset`, for cross-attention (not causal, no chunks) with left padding of

@@ -67,7 +67,8 @@ def luna_pack(
         pack_query: projected P, `[B, L, H, K]`.
         key: projected context, `[B, M, H, K]`.
         value: projected context, `[B, M, H, K]`; the same tensor as `key` if keys and values are tied.
-        mask: `[B, M]` bool, True = attend to this context position; None = all.
+        mask: `[B, M]` bool, True = attend to this context position; None = all. Masked keys and values must be finite,
+            as in `scaled_dot_product_attention`.
         dropout: dropout probability of the weights (pass 0 in evaluation).
         return_weights: also return the weights `[B, H, L, M]`. The reference computes them on every backend. Not
             supported with `cu_seqlens`.
@@ -132,7 +133,7 @@ def luna_attention(
         pack_key: keys of the context, `[B, M, Hp, Kp]`.
         pack_value: values of the context, `[B, M, Hp, Kp]`.
         project: maps the packed context `[B, L, Hp, Kp]` to unpack key and value, `[B, L, H, K]` each.
-        context_mask: `[B, M]` bool, True = keep; None = all.
+        context_mask: `[B, M]` bool, True = keep; None = all. Masked tokens must be finite, as in `luna_pack`.
         pack_mask: `[B, L]` bool, True = keep; None = all.
         dropout: dropout probability of the pack and unpack weights.
         return_weights: also return the unpack and pack weights, as in `luna_pack`.

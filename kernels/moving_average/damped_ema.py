@@ -93,8 +93,8 @@ def damped_ema(
         expansion: `[R, N]`; beta of the paper.
         projection: `[R, N]`; eta of the paper.
         skip: `[D]`; if given, the result is silu(y + skip x), otherwise y.
-        mask: `[B, T]` bool, True = keep; None = all. Masked positions contribute 0 to the average (the states still
-            decay there); the skip uses x unmasked.
+        mask: `[B, T]` bool, True = keep; None = all. Masked positions contribute 0 to the average and the skip (the
+            states still decay there), also if their x is NaN.
         shift: bidirectional only. The average from the end starts at the next position, so that every position is
             included once; otherwise the position itself is included in both directions.
         truncation: inputs that are at least this many positions away are excluded; None or below 1: no truncation.
@@ -134,6 +134,8 @@ def damped_ema(
     options: Arguments = {"lengths": lengths, "return_state": return_state}
     sequences, max_seqlen = check_sequences("damped_ema", x, mask, cu_seqlens, max_seqlen, **options)
     _check_directions(x, input_logit, shift, truncation, initial_state, return_state)
+    if mask is not None and skip is not None:
+        x, mask = x.masked_fill(~mask[..., None], 0.0), None if lengths is None else mask
     parameters = (input_logit, damping_logit, expansion, projection)
     if truncation is not None and (return_state or initial_state is not None):
         if cu_seqlens is not None:
@@ -191,7 +193,8 @@ def damped_ema_step(
             return output[:, None], after
 
         column = None if mask is None else mask[:, None]
-        output, after = truncated(run_again, x[:, None], parameters, skip, column, state.inputs.shape[1], state)
+        kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
+        output, after = truncated(run_again, kept[:, None], parameters, skip, column, state.inputs.shape[1], state)
         pairs = zip(after, state, strict=True)
         return output[:, 0], TruncatedEmaState(*(reference.hold(*pair, mask) for pair in pairs))
     _check("damped_ema_step", x, parameters, skip, state, x.shape[0], coefficients)

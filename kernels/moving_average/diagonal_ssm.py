@@ -278,8 +278,9 @@ def _step_torch(**call: Any) -> tuple[Tensor, Tensor]:
     if call["coefficients"][0].dim() == 3:
         return torch_backend.complex_step(**call)
     output, state = torch_backend.damped_step(**call | {"skip": None})
-    x, skip = call["x"], call["skip"]
-    return output if skip is None else torch.addcmul(output, skip, x).to(x.dtype), state
+    x, skip, mask = call["x"], call["skip"], call["mask"]
+    kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
+    return output if skip is None else torch.addcmul(output, skip, kept).to(x.dtype), state
 
 
 def _step_triton(**call: Any) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,7 @@ def damped_step(
     change, weight_in, weight_out = coefficients
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
     state = hold((change + 1.0) * state + weight_in * kept[..., None].to(change.dtype), state, mask)
-    return finish((weight_out * state).sum(-1), x, skip), state
+    return finish((weight_out * state).sum(-1), kept, skip), state
 
 
 def complex_step(

@@ -64,7 +64,7 @@ def damped_step(
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
     after = torch.addcmul(state, state, change)
     state = hold(torch.addcmul(after, weight_in, kept[..., None].to(change.dtype)), state, mask)
-    return finish((weight_out * state).sum(-1), x, skip), state
+    return finish((weight_out * state).sum(-1), kept, skip), state
 
 
 def complex_step(

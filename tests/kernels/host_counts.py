@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import luna_mega
 from luna_mega.kernels import _export, api
+from luna_mega.modeling_common.cache import keep_derived
 
 # The maximum numbers of operators and launches of each case.
 BUDGETS = {
@@ -147,7 +148,7 @@ def counted_launches() -> Iterator[list[int]]:
 
 def measure(run: Callable) -> tuple[int, int]:
     """Return the number of PyTorch operators and the number of launches of a call."""
-    with counted_launches() as launches:
+    with counted_launches() as launches, keep_derived(True):  # decoding steps as in `generate`
         for _ in range(2):
             run()
         launches[0] = 0
