@@ -78,7 +78,7 @@ def compare_code(folder: Path) -> None:
     """Log, once for a folder, that its code should be renewed, or once that it is newer than this package."""
     # Earlier versions wrote the code next to the weights.
     entries = [*folder.glob(f"{CODE_FOLDER}/auto_*.py"), *folder.glob("auto_*.py")]
-    texts = (file.read_text(encoding="utf-8", errors="replace") for file in entries)
+    texts = (file.read_text(encoding="utf-8-sig", errors="replace") for file in entries)
     found = next(filter(None, (re.match(rf"{GENERATED}(\d+(\.\d+)*)", text) for text in texts)), None)
     if found is None:
         return

@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 from torch import nn
@@ -98,7 +98,7 @@ class CommonPreTrainedModel(PreTrainedModel):
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, *args: Any, **kwargs: Any
-    ) -> Any:
+    ) -> Self:
         """Load a folder or repository; log that the code in a folder should be renewed."""
         if cls.folder_reader is not None and pretrained_model_name_or_path is not None:
             cls.folder_reader(Path(pretrained_model_name_or_path, kwargs.get("subfolder") or ""))

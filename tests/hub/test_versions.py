@@ -29,7 +29,8 @@ RUNS = ("5.22.2", "5.23.0")  # REQUIRED begins with the first; an earlier one is
     [
         ({"transformers": "5.21.1"}, "transformers 5.22 or later, but 5.21.1 is installed"),
         ({"transformers": "4.57.6"}, "transformers 5.22 or later, but 4.57.6 is installed"),
-        ({"transformers": "5.22.0.dev0"}, None),
+        ({"torch": "2.6.0"}, "torch 2.7 or later, but 2.6.0 is installed"),  # with which a run failed
+        ({"transformers": "5.22.0.dev0", "torch": "2.8.0+cpu"}, None),
         ({"transformers": "99.0", "torch": "99.0"}, None),
     ],
 )
