@@ -1,13 +1,16 @@
 """The error class of the converter and the other commands, and helpers for its messages."""
 
+import os
 import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from luna_mega.escaping import LONGEST, short_line, terminal
 
 _LONGEST_REASON = 600
+_HF_CACHES = ("HF_DATASETS_CACHE", "HF_HOME", "HF_HUB_CACHE", "HF_MODULES_CACHE")
 _REPR = reprlib.Repr()
 _REPR.maxlevel = 4
 _REPR.maxstring = _REPR.maxlong = _REPR.maxother = LONGEST
@@ -36,12 +39,28 @@ def install(extra: str) -> str:
     return f"`pip install '.[{extra}]'` in a clone of the repository"
 
 
-def reason(error: Exception) -> str:
+def _unwritable_cache(error: BaseException | None) -> str:
+    """Return how to fix an error of the operating system about the cache of Hugging Face; "" for any other error."""
+    if isinstance(error, OSError) and isinstance(error.filename, str) and error.strerror:
+        place, home = Path(error.filename), os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
+        places = {"HF_HOME": home} | {name: os.environ[name] for name in _HF_CACHES if name in os.environ}
+        for variable, value in places.items():
+            folder = Path(os.path.expanduser(value)).absolute()
+            target = place if place.is_relative_to(folder) else folder
+            existing = next(path for path in (target, *target.parents) if os.path.exists(path))
+            writable = os.access(existing, os.W_OK) and (existing == target or existing.is_dir())
+            if target.is_relative_to(place) and not writable:
+                advice = f"set the environment variable {variable} to a folder that can be written"
+                return f"the cache of Hugging Face, {folder}, cannot be written ({error.strerror}); {advice}"
+    return _unwritable_cache(error.__cause__) if error else ""
+
+
+def reason(error: BaseException) -> str:
     """Return the message of another library's error as one line without control characters.
 
     It is truncated to 600 characters. If the message is empty, the name of the type is returned.
     """
-    text = terminal(" ".join(str(error).split()))
+    text = terminal(_unwritable_cache(error) or " ".join(str(error).split()))
     return (text if len(text) <= _LONGEST_REASON else f"{text[: _LONGEST_REASON - 3]}...") or type(error).__name__
 
 

@@ -4,10 +4,9 @@ import json
 from contextlib import nullcontext
 
 import pytest
-import torch
 
 from luna_mega_cli import main
-from tests.convert import luna
+from tests.convert import files, luna
 from tests.convert.fuzz import in_memory
 from tests.errors import command_error
 from tests.quick import compiled_templates as compiled_templates, with_code as with_code, without_code as without_code
@@ -24,7 +23,7 @@ class Convert:
         self.file = self.source / "model.pt"
 
     def save(self, state):
-        torch.save(state, self.file)
+        files.write(state, self.file)
         return self.file
 
     def _opened(self, state):

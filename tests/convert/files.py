@@ -1,6 +1,7 @@
 """Checkpoint files in every serialization, and hostile pickles."""
 
 import argparse
+import contextlib
 import pickle
 import zipfile
 
@@ -17,7 +18,8 @@ def write(state, file, form="zip"):
         return
     torch.serialization.set_crc32_options(form != "no crc")
     try:
-        torch.save(state, file, _use_new_zipfile_serialization=form != "legacy")
+        with contextlib.chdir(file.parent):  # torch stores no name of a file whose path has non-ASCII characters
+            torch.save(state, file.name, _use_new_zipfile_serialization=form != "legacy")
     finally:
         torch.serialization.set_crc32_options(True)
 

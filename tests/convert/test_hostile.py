@@ -5,6 +5,7 @@ import collections
 import itertools
 import os
 import pickle
+import shlex
 
 import numpy
 import pytest
@@ -30,15 +31,15 @@ def convert(convert):
 class Attack:
     """An object that runs a command when an ordinary unpickler loads it."""
 
-    def __init__(self, command):
-        self.command = command
+    def __init__(self, file):
+        self.command = shlex.join(["touch", str(file)])
 
     def __reduce__(self):
         return os.system, (self.command,)
 
 
 def test_attacks_are_effective(tmp_path):
-    pickle.loads(pickle.dumps(Attack(f"touch {tmp_path}/touched")))
+    pickle.loads(pickle.dumps(Attack(tmp_path / "touched")))
     assert (tmp_path / "touched").exists()
     write_pickle(tmp_path / "model.pt", HOSTILE["a call of a value"])
     with pytest.raises(pickle.UnpicklingError, match="weights_only"):
@@ -48,7 +49,7 @@ def test_attacks_are_effective(tmp_path):
 @pytest.mark.parametrize(("form", "place"), [("zip", "extra_state"), ("legacy", "model"), ("pickle", "args")])
 def test_code_in_a_checkpoint_is_not_executed(convert, make, tmp_path, monkeypatch, form, place):
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    write(({} if form == "pickle" else make.bert()) | {place: Attack(f"touch {tmp_path}/touched")}, convert.file, form)
+    write(({} if form == "pickle" else make.bert()) | {place: Attack(tmp_path / "touched")}, convert.file, form)
     message = convert.error()
     assert f"{os.system.__module__}.system" in message and "nothing was executed" in message
     assert not (tmp_path / "touched").exists()

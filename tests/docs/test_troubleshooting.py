@@ -111,6 +111,7 @@ def test_commands(command, folder, said, monkeypatch, capsys):
 # Messages of Python, pip, shells, PyTorch, transformers and earlier versions of this package.
 OTHERS = (
     "requires a different Python",
+    "[Errno 13] Permission denied",
     "cannot import name 'PreTrainedConfig'",
     "No module named",
     "sacrebleu",

@@ -1,8 +1,10 @@
 """Runs that fail with one line: non-finite numbers, diverged models, unreadable recipes and data."""
 
+import datasets
 import pytest
 from safetensors.torch import load_file
 
+from luna_mega.errors import reason
 from luna_mega.training.arguments import read_recipe
 from luna_mega.training.data import SourceArguments, load_splits
 from tests.examples.runs import TINY, assert_error, write
@@ -47,6 +49,20 @@ def test_checkpoints_are_finite(call, sentences, tmp_path):
     assert_error(call, "the training diverged.* no model was saved", "run_glue", *glue(sentences, tmp_path, *options))
     for file in tmp_path.glob("checkpoint-*/model.safetensors"):
         assert all(tensor.isfinite().all() for tensor in load_file(file).values())
+
+
+@pytest.mark.parametrize("variable", ["HF_HOME", "HF_DATASETS_CACHE"])
+def test_a_cache_that_cannot_be_written(sentences, tmp_path, monkeypatch, variable):
+    """The message names the variable to set, and not only the data."""
+    (tmp_path / "file").touch()
+    cache = tmp_path / "file" / "cache"  # not even root can create a folder in a file
+    monkeypatch.setenv(variable, str(cache))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
+    message = f"cache of Hugging Face, {cache}, cannot be written .*; set the environment variable {variable} to"
+    data = SourceArguments(dataset_path=str(sentences))
+    assert_error(lambda: load_splits({"train": None}, data, ["sentence"]), message)
+    for error in (FileNotFoundError(2, "No such file", str(tmp_path / "x")), OSError("no file")):
+        assert "HF_" not in reason(error)
 
 
 def test_a_recipe_that_is_its_own_base(call, sentences, tmp_path):

@@ -130,7 +130,7 @@ def test_message_and_card(saved, capsys):
         if card:
             (folder / "README.md").write_text(card, encoding="utf-8")
         assert bundle(folder) == 0
-        line = f'model = AutoModelForMaskedLM.from_pretrained("{folder}", trust_remote_code=True)'
+        line = f"model = AutoModelForMaskedLM.from_pretrained({json.dumps(str(folder))}, trust_remote_code=True)"
         assert line in capsys.readouterr().out
         text = (folder / "README.md").read_text(encoding="utf-8")
         assert text.index("## Load this model") < text.find("## Use") % len(text)
