@@ -85,9 +85,9 @@ def luna_causal_attention(
         pack_key: `[B, T, H, K]`.
         key: `[B, T, H, K]`; may be the same tensor as value.
         value: `[B, T, H, V]`.
-        mask: `[B, T]` bool, True = keep; None = all. Masked tokens do not affect the results of
-            others, even if they are NaN. Gradients require finite tokens.
-            The output at a masked position is the attention of its query to the tokens before it.
+        mask: `[B, T]` bool, True = keep; None = all. Masked tokens do not affect the results of others, even if
+            they are NaN; gradients require finite tokens. The output at a masked position is the attention of its query
+            to the tokens before it.
         pack_mask: `[B, L]` bool, True = a row of P that is in use; None = all.
         activation: `"softplus"`: log2(1 + 2^s), or `"elu"`: elu(s) + 1.
         state: state returned by an earlier call, from which this call continues; None = start of the sequence.

@@ -23,7 +23,7 @@ STEPS = {kind: partial(calls._average, kind=kind, step=True) for kind in AVERAGE
 }
 
 
-def results(call, rows, mask, fill, seeds, **options):
+def results(call, rows, kept, fill, seeds, **options):
     leaves = {name: x.float() for name, x in call.leaves.items()}
     leaves["x"] = leaves["x"].masked_fill(~rows, fill)
     leaves = {name: x.requires_grad_() for name, x in leaves.items()}
@@ -31,15 +31,15 @@ def results(call, rows, mask, fill, seeds, **options):
         outputs = list(call.run(**leaves, **options))
     generator = torch.Generator().manual_seed(seeds)
     grads = [torch.randn(x.shape, generator=generator) for x in outputs]
-    outputs[0], grads[0] = outputs[0][mask], grads[0][mask]
+    outputs[0], grads[0] = outputs[0][kept], grads[0][kept]
     return outputs, torch.autograd.grad(outputs, list(leaves.values()), grads)
 
 
-def check(call, rows, mask, rng, **options):
+def check(call, rows, kept, rng, **options):
     options |= {"autocast": rng.random() < 0.3}
     fill, seeds = rng.choice([float("nan"), float("inf"), -float("inf")]), rng.randrange(1000)
-    expected = results(call, rows, mask, 0.0, seeds, **options)
-    actual = results(call, rows, mask, fill, seeds, **options)
+    expected = results(call, rows, kept, 0.0, seeds, **options)
+    actual = results(call, rows, kept, fill, seeds, **options)
     torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0)
 
 
@@ -50,7 +50,7 @@ def test_masked_positions(name, backend, monkeypatch, triton_device):
     if backend == "triton" and "truncation" in name:
         pytest.skip("Triton has no truncation")
     rng = random.Random(f"{name} {backend}")
-    for length in (rng.randrange(2, 30), rng.choice((70, 600)) if backend == "torch" else 33):
+    for length in (rng.randrange(2, 30), rng.choice((70, 600)))[: 2 if backend == "torch" else 1]:
         mask = torch.rand(2, length) < rng.choice((0.3, 0.8))
         mask[:, rng.randrange(length)] = True
         padded = calls._rows
