@@ -33,8 +33,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total:
         return longest if max_seqlen is None else max_seqlen
     if max_seqlen is None and not in_program() and cu_seqlens.device.type in ("cpu", "meta"):
         raise RuntimeError(
-            f"{op}: cu_seqlens has no values here (a fake or meta tensor, `torch.func.linearize`, or `vmap` over it); "
-            "pass max_seqlen"
+            f"{op}: cu_seqlens has no values here (a fake or meta tensor, or `vmap` over it); pass max_seqlen"
         )
     lengths = cu_seqlens.diff()
     # PyTorch's native operators do not read past the end; on a CPU, the values are those of a fake tensor or of `vmap`.
