@@ -90,7 +90,7 @@ def compare_code(folder: Path) -> None:
     elif is_older(_PACKAGE.__version__, found[1]):
         _log_once(
             f"a model folder contains code of luna-mega {found[1]}, but luna-mega {_PACKAGE.__version__} loads it; "
-            "run `pip install --upgrade luna-mega` if the results differ"
+            "install that version if the results differ"
         )
 
 

@@ -9,8 +9,8 @@ from packaging.version import Version
 # The oldest Python, and of each package the oldest version, as in setup.cfg, and the first one that is not tested.
 PYTHON = (3, 11)
 SUPPORTED = {"torch": ("2.11", "2.16"), "transformers": ("5.24", "5.25"), "triton": ("3.6", "3.10")}
-# Older versions raise an error, also for the code in a model folder, which is tested with transformers 5.22. It failed with
-# torch 2.6, where `torch.compiler` has no `_is_exporting_flag`.
+# Older versions raise an error, also in the code of a model folder, which is tested with transformers 5.22. It failed
+# with torch 2.6, where `torch.compiler` has no `_is_exporting_flag`.
 REQUIRED = {"torch": "2.7", "transformers": "5.22"}
 
 
