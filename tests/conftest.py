@@ -1,9 +1,12 @@
+import atexit
 import gc
 import importlib
 import importlib.util
 import logging
 import os
 import random
+import shutil
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
@@ -20,6 +23,11 @@ from tests.parity import report
 # Without a GPU, Triton kernels are interpreted. Triton reads this variable when a kernel is defined.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Libraries of Hugging Face read this variable when they are imported. The processes of pytest-xdist inherit it.
+if "HF_HOME" not in os.environ and not os.access(Path.home(), os.W_OK):
+    os.environ["HF_HOME"] = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -191,7 +191,7 @@ def test_language_model_of_the_paper(
 
     assert math.ceil((tokens - 1) / task.data.eval_context) == blocks and task.data.eval_segment % chunk == 0
     (command,) = re.findall(r"examples/eval_lm.py ([^\n]*(?:\n#       .*)*)", path.read_text(encoding="utf-8"))
-    command = re.sub(r"outputs/\w+|data/\w+", str(tmp_path), command.replace("\\\n#", ""))
+    command = re.sub(r"outputs/\w+|data/\w+", shlex.quote(str(tmp_path)), command.replace("\\\n#", ""))
     arguments = script("eval_lm").parse(shlex.split(command))
     assert (arguments.eval_context, arguments.chunk_size) == ([task.data.eval_context], [chunk])
     assert (arguments.eval_segment, arguments.split) == (task.data.eval_segment, "test")

@@ -292,7 +292,7 @@ def test_hostile_archives(reproduce, tmp_path, checked, members):
     members = [(known.get(name, name), kind, known.get(value, value)) for name, kind, value in members]
     (tmp_path / "data.tar").write_bytes(tarred(*members))
     removed = checked == "data_filter" and members[0][0] == known["ABSOLUTE"]
-    message = "no files of 4000 bytes" if removed else r"^error: '[\w./-]+' "
+    message = "no files of 4000 bytes" if removed else "^error: '.+' "
     assert_error(reproduce, message, "enwik8", "--data", tmp_path / "data.tar")
     assert (tmp_path / "x").read_bytes() == b"old" and not (tmp_path / "x").is_symlink()
     assert {path.name for path in tmp_path.iterdir()} == {"x", "data.tar", "out"}
