@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._dispatch import Arguments, Op
@@ -93,8 +94,8 @@ def damped_ema(
         expansion: `[R, N]`; beta of the paper.
         projection: `[R, N]`; eta of the paper.
         skip: `[D]`; if given, the result is silu(y + skip x), otherwise y.
-        mask: `[B, T]` bool, True = keep; None = all. Masked positions contribute 0 to the average and the skip (the
-            states still decay there), also if their x is NaN.
+        mask: `[B, T]` bool, True = keep; None = all. Masked positions contribute 0 to the average (the states still
+            decay there); the skip uses x unmasked, with 0 for numbers that are not finite.
         shift: bidirectional only. The average from the end starts at the next position, so that every position is
             included once; otherwise the position itself is included in both directions.
         truncation: inputs that are at least this many positions away are excluded; None or below 1: no truncation.
@@ -135,7 +136,7 @@ def damped_ema(
     sequences, max_seqlen = check_sequences("damped_ema", x, mask, cu_seqlens, max_seqlen, **options)
     _check_directions(x, input_logit, shift, truncation, initial_state, return_state)
     if mask is not None and skip is not None:
-        x, mask = x.masked_fill(~mask[..., None], 0.0), None if lengths is None else mask
+        x = torch.where(mask[..., None], x, x.nan_to_num(0.0, 0.0, 0.0))  # of the skip; the average masks x
     parameters = (input_logit, damping_logit, expansion, projection)
     if truncation is not None and (return_state or initial_state is not None):
         if cu_seqlens is not None:
