@@ -24,6 +24,8 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total:
         raise ValueError(
             f"{op} needs cu_seqlens [sequences + 1] of int32 or int64, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
         )
+    if max_seqlen is None:
+        forbid_capture(cu_seqlens, f"{op} with cu_seqlens and without max_seqlen", "pass max_seqlen")
     if cu_seqlens.device.type == "cpu" and (bounds := values(cu_seqlens)) is not None:
         longest = max(end - start for start, end in pairwise(bounds))
         if bounds[0] != 0 or bounds[-1] != total or any(start > end for start, end in pairwise(bounds)):
@@ -41,10 +43,7 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total:
         most = total if max_seqlen is None else max_seqlen
         if getattr(cu_seqlens, "_luna_mega_checked", None) != (most, total):
             _assert_on_device(op, cu_seqlens, lengths, most, total)
-    if max_seqlen is None:
-        forbid_capture(lengths, f"{op} with cu_seqlens and without max_seqlen", "pass max_seqlen")
-        return int(lengths.max())
-    return max_seqlen
+    return int(lengths.max()) if max_seqlen is None else max_seqlen
 
 
 def values(cu_seqlens: Tensor) -> list[int] | None:

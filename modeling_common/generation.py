@@ -31,21 +31,22 @@ class StateGenerationMixin(GenerativeMixin):
     It must be a direct base of a model: transformers checks the names of the bases.
     """
 
+    _is_stateful = True  # recurrent states cannot be rolled back, so assisted decoding is not supported
+
+    @accept_past_key_values
     @wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as transformers does; values of decoding steps that only depend on weights are computed once."""
         parent: Any = super()
+        if "cache" in kwargs:
+            kwargs[CACHE] = kwargs.pop("cache")
         with keep_derived(kwargs.get("custom_generate") is None):  # such a function may change weights
             return parent.generate(*args, **kwargs)
-
-    _is_stateful = True  # recurrent states cannot be rolled back, so assisted decoding is not supported
 
     def _prepare_model_inputs(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, str | None, dict[str, Any]]:
         """Check prompts or sources together with their mask and cache, and infer the mask of sources."""
         parent: Any = super()
         inputs, name, model_kwargs = parent._prepare_model_inputs(*args, **kwargs)
-        if "cache" in model_kwargs:
-            model_kwargs[CACHE] = model_kwargs.pop("cache")
         check_class(self, model_kwargs.get(CACHE))
         if inputs.shape[1] == 0:
             fix = "pass at least one token, such as eos_token_id"

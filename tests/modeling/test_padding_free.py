@@ -101,8 +101,10 @@ def test_unsupported_and_contradictory_inputs_raise(family):
 @pytest.mark.parametrize("family", [luna, mega])
 def test_positions_limit_the_batch(family):
     """Tokens, but not padding, must fit into the table of positions; `test_losses_of_rows.py` has wider batches."""
-    fields = {"relative_positional_bias": "simple"} if family is mega else {}
-    model = family.make("Model", max_position_embeddings=8, **fields)
+    fields = (
+        {"relative_positional_bias": "simple", "max_positions": 8} if family is mega else {"max_position_embeddings": 8}
+    )
+    model = family.make("Model", **fields)
     for inputs in (luna.tokens([9, 3], "left"), {"input_ids": IDS}):
         with pytest.raises(ValueError, match="length 9 exceeds the 8|8 positions, got 9"):
             model(**inputs)
