@@ -116,6 +116,7 @@ class SharedConfig(ConfigMixin):
             the end of the error for other values.
         absent_fields: for each name of BERT's configuration that the family does not have: the value with the same
             effect as no value, and the end of the error for other values.
+        chunks_feed_forward: whether `chunk_size_feed_forward` has an effect.
         zero_fields: numbers of something that the model may also not have.
         input_fields: for each field of certain inputs, the values of `input_type` that use it. With others it must have
             its default, which saved configurations contain.
@@ -131,6 +132,7 @@ class SharedConfig(ConfigMixin):
     side_class: type["SharedConfig"] | None = None
     removed_fields: ClassVar[dict[str, tuple[Any, str]]] = {}
     absent_fields: ClassVar[dict[str, tuple[Any, str]]] = ABSENT_FIELDS
+    chunks_feed_forward: ClassVar[bool] = False
     zero_fields: ClassVar[frozenset[str]] = frozenset()
     input_fields: ClassVar[dict[str, tuple[str, ...]]] = {}
     stored_fields: ClassVar[frozenset[str]] = frozenset()
@@ -143,7 +145,6 @@ class SharedConfig(ConfigMixin):
         input_type: str
         pad_token_id: int | None
         is_decoder: bool
-        chunk_size_feed_forward: int
         add_cross_attention: bool
         tie_word_embeddings: bool
         share_encoder_decoder_embeddings: bool | None
@@ -222,10 +223,11 @@ class SharedConfig(ConfigMixin):
         for name, other in self.default_fields.items():
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self, other))
-        if self.chunk_size_feed_forward:  # transformers' tests of configurations require that it is accepted
+        # transformers' tests of configurations require that all families accept it.
+        if self.chunk_size_feed_forward and not self.chunks_feed_forward:
             logger.warning_once(
-                f"chunk_size_feed_forward={self.chunk_size_feed_forward} has no effect, because feed-forward layers "
-                "compute all positions at once; omit it"
+                f"chunk_size_feed_forward={self.chunk_size_feed_forward} has no effect in {type(self).__name__}, whose "
+                "feed-forward layers compute all positions at once; omit it"
             )
         kwargs.pop("model_type", None)  # differs between a user's subclass and the folders it reads
         auto_map = kwargs.pop("auto_map", None)

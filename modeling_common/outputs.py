@@ -14,8 +14,26 @@ from transformers.modeling_outputs import (
     Seq2SeqModelOutput,
 )
 
+__all__ = [
+    "CACHE",
+    "BaseModelOutputWithPast",
+    "BaseModelOutputWithPastAndCrossAttentions",
+    "BaseModelOutputWithPoolingAndCrossAttentions",
+    "BodyOutput",
+    "CausalLMOutputWithCrossAttentions",
+    "CausalLMOutputWithPast",
+    "Seq2SeqLMOutput",
+    "Seq2SeqModelOutput",
+    "cache_field",
+]
+
 # Name of the cache in outputs and in the arguments of `generate`: transformers renamed `past_key_values` in 5.24.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
+
+
+def cache_field(cache: Any) -> dict[str, Any]:
+    """Return the field of an output that has the cache."""
+    return {CACHE: cache}
 
 
 class BodyOutput(Protocol):

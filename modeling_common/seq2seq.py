@@ -20,7 +20,7 @@ from luna_mega.modeling_common.labels import (
     shift_right,
 )
 from luna_mega.modeling_common.masks import drop_if_full, find_mask, find_target_mask, read_mask
-from luna_mega.modeling_common.outputs import CACHE, Seq2SeqLMOutput, Seq2SeqModelOutput
+from luna_mega.modeling_common.outputs import Seq2SeqLMOutput, Seq2SeqModelOutput, cache_field
 
 
 class EncoderDecoder(ModelMixin):
@@ -202,7 +202,7 @@ class Seq2SeqBody(EncoderDecoder):
             encoder_last_hidden_state=encoded.last_hidden_state,
             encoder_hidden_states=encoded.hidden_states,
             encoder_attentions=encoded.attentions,
-            **{CACHE: decoded.cache},
+            **cache_field(decoded.cache),
             **fields,
         )
 

@@ -127,6 +127,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
     decoder_fields = DECODER_FIELDS
     removed_fields = REMOVED_FIELDS
     stored_fields = frozenset({"first_position"})
+    chunks_feed_forward = True
     attribute_map = {
         "d_model": "hidden_size", "encoder_layers": "num_hidden_layers", "activation": "hidden_act",
         "dropout_prob": "dropout", "hidden_dropout_prob": "dropout",

@@ -57,11 +57,11 @@ from luna_mega.modeling_common.inputs import Inputs, ValueEmbeddings, embed, pre
 from luna_mega.modeling_common.layout import DENSE, Layout
 from luna_mega.modeling_common.masks import blank_token, can_look, is_sound, read_mask
 from luna_mega.modeling_common.outputs import (
-    CACHE,
     BaseModelOutputWithPastAndCrossAttentions,
     CausalLMOutputWithPast,
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
+    cache_field,
 )
 from luna_mega.modeling_common.pooled_heads import (
     POOLINGS,
@@ -682,7 +682,9 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
     @property
     def embedding_range(self) -> float:
         """Standard deviation of initial embeddings, which is 1 after `scale_embedding`."""
-        return self.config.hidden_size**-0.5 if self.config.scale_embedding else self.config.initializer_range
+        return (
+            self.config.hidden_size**-0.5 if self.config.scale_embedding else cast(float, self.config.initializer_range)
+        )
 
     def unread_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters that no loss of this class depends on: heads read only the tokens, unless overridden.
@@ -723,7 +725,7 @@ class LunaPreTrainedModel(CommonPreTrainedModel):
         elif isinstance(module, nn.Embedding) and self.config.scale_embedding:
             init.normal_(module.weight, std=self.embedding_range)
         elif isinstance(module, ValueEmbeddings):
-            init.normal_(module.weight, std=self.config.initializer_range)
+            init.normal_(module.weight, std=cast(float, self.config.initializer_range))
             init.zeros_(module.bias)
         clear_row(module)
 
@@ -949,7 +951,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             packed_last_hidden_state=packed[-1],
             packed_mask=None if packed_mask is None else packed_mask.long(),
             attention_mask=None if inputs.mask is None or self.config.is_decoder else inputs.mask.long(),
-            **{CACHE: inputs.model_cache},
+            **cache_field(inputs.model_cache),
             packed_hidden_states=select_layers(packed, options) if returns_packed else None,
         )
 

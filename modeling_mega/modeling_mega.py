@@ -68,10 +68,10 @@ from luna_mega.modeling_common.labels import check_pooled_labels
 from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout
 from luna_mega.modeling_common.masks import blank_token, read_mask
 from luna_mega.modeling_common.outputs import (
-    CACHE,
     BaseModelOutputWithPoolingAndCrossAttentions,
     CausalLMOutputWithCrossAttentions,
     Seq2SeqLMOutput,
+    cache_field,
 )
 from luna_mega.modeling_common.pooled_heads import (
     ClassificationHead,
@@ -950,7 +950,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         if self.pooler is not None and layout.has_rows():
             pooled = self.pooler(first_token(hidden_states, inputs.mask))
         return BaseModelOutputWithPoolingAndCrossAttentions(
-            last_hidden_state=hidden_states, pooler_output=pooled, **{CACHE: inputs.model_cache}
+            last_hidden_state=hidden_states, pooler_output=pooled, **cache_field(inputs.model_cache)
         )
 
     def get_input_embeddings(self) -> nn.Module:

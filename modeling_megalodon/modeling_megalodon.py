@@ -47,7 +47,7 @@ from luna_mega.modeling_common.generation import StateGenerationMixin
 from luna_mega.modeling_common.heads import GenericForCausalLM
 from luna_mega.modeling_common.inputs import Inputs, embed, prepare, scatter_states
 from luna_mega.modeling_common.layout import Layout
-from luna_mega.modeling_common.outputs import CACHE, BaseModelOutputWithPast, CausalLMOutputWithPast
+from luna_mega.modeling_common.outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, cache_field
 from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
 from luna_mega.modeling_megalodon.windows_megalodon import needs_windows, run_in_windows
@@ -467,7 +467,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         else:
             hidden_states = self.run_layers(hidden_states, inputs, inputs.cache)
         return BaseModelOutputWithPast(
-            last_hidden_state=scatter_states(inputs, hidden_states), **{CACHE: inputs.model_cache}
+            last_hidden_state=scatter_states(inputs, hidden_states), **cache_field(inputs.model_cache)
         )
 
     def run_layers(self, hidden_states: torch.Tensor, inputs: Inputs, cache: StateCache | None) -> torch.Tensor:
