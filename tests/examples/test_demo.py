@@ -76,7 +76,7 @@ def test_other_outputs_of_fairseq_are_an_error(demo, monkeypatch, tmp_path, caps
 
 @pytest.mark.parametrize(("program", "message"), [("print(0.5)", "the scores differ"), ("1 / 0", "ZeroDivisionError")])
 def test_another_result_without_the_package_is_an_error(demo, program, message, monkeypatch, tmp_path):
-    demo.train("luna", demo.load_sentences(0), demo.Arguments(epochs=0.1), tmp_path)
+    demo.train("luna", demo.load_sentences(0), demo.Arguments(num_train_epochs=0.1), tmp_path)
     monkeypatch.setattr(demo, "WITHOUT_PACKAGE", program)
     with pytest.raises(SystemExit, match=message):
         demo.load_without_package(tmp_path, "a message without parts")

@@ -37,7 +37,7 @@ def options(folder, output, *more) -> list:
 
 def test_names_as_labels_and_rows_held_out(run, folder, tmp_path):
     output = tmp_path / "out"
-    more = ["--do_eval", "--do_predict", "--validation_share", 0.2, "--num_train_epochs", 8, "--learning_rate", 0.02]
+    more = ["--do_eval", "--do_predict", "--validation_share", 0.2, "--num_train_epochs", 8, "--learning_rate", 0.01]
     summary = run(*options(folder, output, *more, "--eval_strategy", "epoch"))
     assert summary["train_samples"] == 64
     assert summary["eval_accuracy"] == summary["test_accuracy"] == 1.0

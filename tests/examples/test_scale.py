@@ -86,7 +86,7 @@ def streamed(script, folder: Path, rank: int, count: int, files: int = 3) -> lis
     names = [write(rows[file::files], folder / f"{file}.jsonl") / f"{file}.jsonl" for file in range(files)]
     split = datasets.load_dataset("json", data_files=[str(name) for name in names], split="train", streaming=True)
     training = SimpleNamespace(process_index=rank, world_size=count, seed=3)
-    stream = Stream(split, lambda row, _: row, training, 4)
+    stream = Stream(split, lambda row, _: row, training, 4, "block_size")
     return [row["number"] for row in itertools.islice(stream, 12)]
 
 
@@ -105,7 +105,7 @@ def test_stream_is_split_over_processes(script, tmp_path):
     assert sorted(sorted(set(share)) for share in shares) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
 
 
-STREAM = ["--streaming", "true", "--shuffle_buffer", "8", "--max_seq_length", "32", "--do_train"]
+STREAM = ["--streaming", "true", "--shuffle_buffer", "8", "--do_train"]
 
 
 @pytest.mark.parametrize(
@@ -125,4 +125,5 @@ STREAM = ["--streaming", "true", "--shuffle_buffer", "8", "--max_seq_length", "3
 )
 def test_streaming_raises(name, options, message, call, corpus, tmp_path):
     paths = ["--dataset_path", corpus, "--output_dir", tmp_path / "out"]
-    assert_error(call, message, name, *paths, *STREAM, *options, output=tmp_path / "out")
+    length = ["--block_size" if name == "run_clm" else "--max_seq_length", "32"]
+    assert_error(call, message, name, *paths, *STREAM, *length, *options, output=tmp_path / "out")
