@@ -13,7 +13,7 @@ pytest.importorskip("openvino", reason="openvino is not installed")
 
 MODELS = {
     "luna": lambda: luna.make("ForMaskedLM", num_hidden_layers=1, max_position_embeddings=320),
-    "mega": lambda: mega.make("ForMaskedLM", num_hidden_layers=1, max_position_embeddings=320),
+    "mega": lambda: mega.make("ForMaskedLM", num_hidden_layers=1, max_positions=320),
     "luna causal": lambda: make("luna: softplus", num_hidden_layers=1),
     "mega causal, chunks": lambda: make("mega: laplace chunks", num_hidden_layers=1),
 }
