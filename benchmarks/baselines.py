@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.attention import sdpa_kernel
 
 from luna_mega.kernels.api import damped_ema, diagonal_ssm_coefficients, diagonal_ssm_step, use_backend
+from luna_mega.kernels.support import upcast_dtype
 from luna_mega.kernels.gated_attention.reference import laplace, relu2, weights
 from luna_mega.kernels.luna_attention import torch_backend as attention_backend
 from luna_mega.kernels.moving_average import torch_backend as ema_backend
@@ -135,7 +136,7 @@ def scan_diagonal_ssm(x, log_decay, phase, weight, skip):
 
 def steps_diagonal_ssm(x, log_decay, phase, weight, skip):
     """Compute `diagonal_ssm` with one step per position, and coefficients that are computed once."""
-    kept = diagonal_ssm_coefficients(log_decay, phase, weight)
+    kept = diagonal_ssm_coefficients(log_decay, phase, weight, dtype=upcast_dtype(x, weight))
     state, outputs = x.new_zeros(len(x), x.shape[2], *weight.shape[1:]), []
     for value in x.unbind(1):
         output, state = diagonal_ssm_step(value, state, log_decay, phase, weight, skip, coefficients=kept)
