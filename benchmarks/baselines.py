@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.attention import sdpa_kernel
 
 from luna_mega.kernels.api import damped_ema, diagonal_ssm_coefficients, diagonal_ssm_step, use_backend
-from luna_mega.kernels.support import upcast_dtype
 from luna_mega.kernels.gated_attention.reference import laplace, relu2, weights
 from luna_mega.kernels.luna_attention import torch_backend as attention_backend
 from luna_mega.kernels.moving_average import torch_backend as ema_backend
+from luna_mega.kernels.support import upcast_dtype
 from luna_mega.modeling_common.layout import DENSE
 
 
