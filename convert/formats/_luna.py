@@ -26,7 +26,7 @@ _LAYER_NORMS = {
 }
 
 
-# Of new heads; the field's default depends on the width.
+# New heads are initialized with this value. The default of the field depends on the width.
 INITIALIZER = derived("initializer_range", lambda evidence: BERT_RANGE)
 FACTS = {
     "config_class": LunaConfig,

@@ -122,14 +122,14 @@ def _open(path: str | Path) -> tuple[dict[str, list[int]], dict[str, str]]:
 
 
 def _read(path: str | Path, name: str, part: slice | None = None) -> torch.Tensor:
-    """Return positions of a tensor; all memory of a file that is opened anew for each part can be released."""
+    """Return the positions `part` of a tensor. The file is opened for each part so that its memory can be released."""
     with safe_open(path, "pt") as file:
         tensor = file.get_tensor(name) if part is None else file.get_slice(name)[:, part]
     return tensor.float() if tensor.is_floating_point() else tensor
 
 
 def _check_source(folder: ModelFolder, metadata: Mapping[str, str]) -> None:
-    """Raise an error unless the record is of the checkpoint of the folder: the converted one, or its own weights."""
+    """Raise `ConversionError` unless the record has the SHA-256 of the converted checkpoint or of the weights."""
     if (report := folder.path / REPORT_NAME).is_file():
         source = read_json(report).get("source")
         own = [source.get("sha256") if isinstance(source, dict) else None]

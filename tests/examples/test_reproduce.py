@@ -262,7 +262,7 @@ FILE, LINK, HARD = ("x", tarfile.REGTYPE, b"new"), tarfile.SYMTYPE, tarfile.LNKT
 
 @pytest.fixture(params=["data_filter"] * hasattr(tarfile, "data_filter") + ["check_member"])
 def checked(request, monkeypatch):
-    """Extract with the filter of Python, if it has one, and with that of the script."""
+    """Extract with `tarfile.data_filter`, if Python has it, and with the check of the script."""
     if request.param == "check_member":
         monkeypatch.delattr(tarfile, "data_filter", raising=False)
     return request.param

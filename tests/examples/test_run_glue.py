@@ -131,7 +131,7 @@ def test_invalid_options_are_one_line(options, message, run, sst2, tmp_path):
 
 
 def test_another_padding_token_than_the_tokenizer(run, sst2, tmp_path):
-    """Trainer sets the tokenizer's; the first position stays that of the configuration."""
+    """Trainer sets the padding token of the tokenizer, and the first position does not change."""
     output = tmp_path / "out"
     run(*scratch("sst2", sst2, output), "--max_steps", 1, "--config_overrides", f"{TINY},pad_token_id=5")
     config = json.loads((output / "config.json").read_text(encoding="utf-8"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-# Names in `io.safetensors`, without that of the batch -> names in a record.
+# Names in `io.safetensors` without the name of the batch, and the names of the same tensors in a record.
 NAMES = {
     r"(?:0\.)?src_tokens|ids": "input_ids",
     r"1\.src_tokens|src1_tokens": "pair_input_ids",
