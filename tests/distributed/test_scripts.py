@@ -27,7 +27,7 @@ MEGA = (
     "ema_projection_size=2,use_chunking=true,chunk_size=8,dropout_prob=0.0,hidden_dropout_prob=0.0,"
     "attention_probs_dropout_prob=0.0,nffn_activation_dropout_prob=0.0"
 )
-LUNA = f"{TINY},dropout=0.0"
+LUNA = f"{TINY},dropout=0.0,attention_dropout=0.0"
 
 
 def call(name: str, arguments: list[str]) -> dict:
