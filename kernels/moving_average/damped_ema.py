@@ -23,7 +23,7 @@ def _torch(**call: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _native(**call: Any) -> tuple[Tensor, Tensor | None]:
-    return native.average(**with_coefficients(damped_coefficients, **call), silu=call["skip"] is not None)
+    return native.average(**with_coefficients(lambda *parameters: parameters, **call), silu=call["skip"] is not None)
 
 
 def _triton(**call: Any) -> tuple[Tensor, Tensor | None]:

@@ -1,7 +1,6 @@
 """Diagonal state space models: `diagonal_ssm` for a sequence or a segment, `diagonal_ssm_step` for one position."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 

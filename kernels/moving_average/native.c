@@ -84,6 +84,17 @@ typedef struct {
     int32_t parts, silu, half;
 } Step;
 
+/* The coefficients of `damped_ema` from R N parameters each, and backwards the gradients of the parameters. */
+typedef struct {
+    const float *input, *damping, *expansion, *projection;
+    double *q;                                  /* 1 - p a, with the sigmoids p and a of both logits */
+    float *in, *weight;                         /* p expansion, and scale projection */
+    const float *grad_log, *grad_in, *grad_weight; /* NULL: forward */
+    float *grad_input, *grad_damping, *grad_expansion, *grad_projection;
+    int64_t count;
+    float scale;
+} Damped;
+
 /* The work on one call. Threads take one unit after another. */
 typedef struct Job {
     const Call *call;
@@ -207,9 +218,10 @@ int moving_average_level(int wanted) {
 int moving_average_forward(const Call *c) { CHOOSE(forward, c); }
 int moving_average_backward(const Call *c) { CHOOSE(backward, c); }
 int moving_average_step(const Step *s) { CHOOSE(step, s); }
+int moving_average_damped(const Damped *d) { CHOOSE(damped, d); }
 
 /* The sizes of the structures, which the caller compares with its own. */
-int moving_average_sizes(int of_step) { return of_step ? sizeof(Step) : sizeof(Call); }
+int moving_average_sizes(int i) { return i == 0 ? sizeof(Call) : i == 1 ? sizeof(Step) : sizeof(Damped); }
 
 #else /* the code of one instruction set */
 
@@ -934,6 +946,36 @@ static TARGET int NAME(step)(const Step *s) {
         if (s->skip && kept) y[0] += s->skip[d] * x[0];
         if (s->silu) y = y * NAME(sigmoid)(y);
         NAME(save)(s->out, at, y, 1, s->half);
+    }
+    return 0;
+}
+
+/* Mega, section 3.1: p = sigmoid(input), q = 1 - p sigmoid(damping). */
+static TARGET int NAME(damped)(const Damped *d) {
+    for (int64_t i = 0; i < d->count; i += LANES) {
+        int64_t lanes = least(LANES, d->count - i);
+        V a = NAME(load)(d->input, i, lanes, 0), b = NAME(load)(d->damping, i, lanes, 0), e = NAME(load)(d->expansion, i, lanes, 0);
+        V p = NAME(sigmoid)(a), rest = NAME(sigmoid)(-a), undamped = NAME(sigmoid)(-b), loss = p * NAME(sigmoid)(b);
+        V sum = rest + p * undamped, q = 1.0f - loss;
+        I fast = (I)(loss > 0.5f);
+        if (!d->grad_log) {
+            for (int half = 0; half < 2; half++) {
+                D decay = 1.0 - NAME(widen)(&loss, half); /* q near 1 from 1 - q, and near 0 from a sum, without cancellation */
+                for (int64_t l = half * LANES / 2, j = 0; j < LANES / 2 && l < lanes; j++, l++)
+                    d->q[i + l] = fast[l] ? (double)sum[l] : decay[j];
+            }
+            NAME(save)(d->in, i, p * e, lanes, 0);
+            NAME(save)(d->weight, i, d->scale * NAME(load)(d->projection, i, lanes, 0), lanes, 0);
+            continue;
+        }
+        q = (V)((fast & (I)sum) | (~fast & (I)q));
+        I kept = ~(I)(q < 1e-30f); /* smaller ones count as 1e-30, so their gradient is 0 */
+        V through = (V)(kept & (I)(NAME(load)(d->grad_log, i, lanes, 0) * loss / q));
+        V grad_in = NAME(load)(d->grad_in, i, lanes, 0) * p;
+        NAME(save)(d->grad_input, i, (grad_in * e - through) * rest, lanes, 0);
+        NAME(save)(d->grad_damping, i, -through * undamped, lanes, 0);
+        NAME(save)(d->grad_expansion, i, grad_in, lanes, 0);
+        NAME(save)(d->grad_projection, i, d->scale * NAME(load)(d->grad_weight, i, lanes, 0), lanes, 0);
     }
     return 0;
 }

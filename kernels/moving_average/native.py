@@ -6,6 +6,8 @@ only function that passes addresses: it checks every tensor, and its arguments k
 
 import ctypes
 import math
+from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +18,23 @@ from .. import varlen
 from .._custom_operator import has_gradients, is_plain, no_second_derivative, register
 from .._export import is_exporting, is_transformed
 from ..upcast import upcast_dtype
-from . import export
+from . import export, reference
 from .coefficients import Coefficients
 from .torch_backend import flops
 from .wiring import both_directions, unsupported_truncation
 
-INPUTS = (
-    "Tensor x, Tensor? mask, Tensor? skip, Tensor log_decay, Tensor? turn, Tensor weight_in, Tensor weight_out, "
-    "Tensor? initial, Tensor? cu_seqlens, bool shift, bool silu, bool return_state"
-)
+INPUTS = "Tensor x, Tensor? mask, Tensor? skip"
+OPTIONS = "Tensor? initial, Tensor? cu_seqlens, bool shift, bool silu, bool return_state"
 # Numbers of states, at all positions, from which on a second thread is worth the 20 us of its start.
 MANY_NUMBERS = 1 << 21
 
 AVERAGE_POINTERS = (
     "x gradient out mask bounds q in weight skip initial final grad_final grad_initial grad_decay grad_phase grad_in "
     "grad_weight grad_skip"
+).split()
+DAMPED_POINTERS = (
+    "input damping expansion projection q in weight grad_log grad_in grad_weight grad_input grad_damping "
+    "grad_expansion grad_projection"
 ).split()
 STEP_POINTERS = "x before out after mask change in weight skip".split()
 
@@ -53,16 +57,26 @@ class _Step(ctypes.Structure):
     ]
 
 
+class _Damped(ctypes.Structure):
+    """`Damped` of native.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in DAMPED_POINTERS),
+        ("count", ctypes.c_int64),
+        ("scale", ctypes.c_float),
+    ]
+
+
 def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     """Return the library, or None and the reason."""
     if not path.exists():
         return None, "it was not built; install a C compiler, and this package again"
     try:
         library = ctypes.CDLL(str(path))
-        sizes = library.moving_average_sizes(0), library.moving_average_sizes(1)
+        sizes = [library.moving_average_sizes(index) for index in range(3)]
     except (OSError, AttributeError) as error:  # damaged, of another platform, or another library
         return None, f"it cannot be loaded ({error}); install this package again"
-    if sizes != (ctypes.sizeof(_Average), ctypes.sizeof(_Step)):
+    if sizes != [ctypes.sizeof(structure) for structure in (_Average, _Step, _Damped)]:
         return None, "it is of another version; install this package again"
     return library, ""
 
@@ -94,16 +108,18 @@ def unsupported(
 
 
 def average(
-    x: Tensor, coefficients: Coefficients, skip: Tensor | None = None, mask: Tensor | None = None, shift: bool = False,
-    truncation: int | None = None, initial_state: Tensor | None = None, return_state: bool = False,
+    x: Tensor, coefficients: Coefficients | tuple[Tensor, ...], skip: Tensor | None = None, mask: Tensor | None = None,
+    shift: bool = False, truncation: int | None = None, initial_state: Tensor | None = None, return_state: bool = False,
     cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, silu: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the average of all sequences, plus skip times the masked x; the final states only on request.
 
-    With `silu`, return silu of the average plus skip times x without the mask.
+    With `silu`, return silu of the average plus skip times x without the mask. `coefficients` that are not
+    `Coefficients` are the four parameters of `damped_ema`.
     """
+    run = operator if isinstance(coefficients, Coefficients) else damped_operator
     kept = x if x.dtype == torch.bfloat16 else x.float()
-    output, state = operator(kept, mask, skip, *coefficients, initial_state, cu_seqlens, shift, silu, return_state)
+    output, state = run(kept, mask, skip, *coefficients, initial_state, cu_seqlens, shift, silu, return_state)
     return output if output.dtype == x.dtype else output.to(x.dtype), state if return_state else None
 
 
@@ -165,21 +181,54 @@ def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
     return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
+def _coefficients(log_decay: Tensor, turn: Tensor | None, weight_in: Tensor, weight_out: Tensor) -> list[Tensor]:
+    """Return q in float64, p and w of `Coefficients`, contiguous."""
+    decay = torch.exp(log_decay.double())
+    if turn is not None:
+        decay = torch.view_as_real(torch.polar(decay, turn * (2 * math.pi)))
+    return [decay.contiguous(), weight_in.contiguous(), weight_out.contiguous()]
+
+
+def _damped_coefficients(*parameters: Tensor) -> list[Tensor]:
+    """Return q in float64, p and w of Mega's parameters."""
+    decay, weight_in, weight_out = (
+        torch.empty_like(parameters[0], dtype=torch.float64),
+        *map(torch.empty_like, parameters[:2]),
+    )
+    _damped(
+        parameters,
+        {"q": (decay, torch.float64), "in": (weight_in, torch.float32), "weight": (weight_out, torch.float32)},
+    )
+    return [decay, weight_in, weight_out]
+
+
+def _damped_gradients(parameters: Sequence[Tensor], *gradients: Tensor) -> list[Tensor]:
+    """Return the gradients of Mega's parameters from those of log q, p and w."""
+    results = [torch.empty_like(parameter) for parameter in parameters]
+    names = ("grad_log", "grad_in", "grad_weight", "grad_input", "grad_damping", "grad_expansion", "grad_projection")
+    _damped(parameters, {name: (x, torch.float32) for name, x in zip(names, (*gradients, *results), strict=True)})
+    return results
+
+
+def _damped(parameters: Sequence[Tensor], results: dict[str, tuple[Tensor, torch.dtype]]) -> None:
+    shape = parameters[0].shape
+    tensors = dict(zip(DAMPED_POINTERS[:4], ((x, torch.float32) for x in parameters), strict=True)) | results
+    structure = _Damped(count=shape.numel(), scale=shape[1] ** -0.5)
+    _call("damped", structure, **{name: (*pair, shape) for name, pair in tensors.items()})
+
+
 def _run(
-    function: str, x: Tensor, mask: Tensor | None, skip: Tensor | None, of: Coefficients, initial: Tensor | None,
-    cu_seqlens: Tensor | None, shift: bool, silu: bool, **results: Tensor | None,
+    function: str, x: Tensor, mask: Tensor | None, skip: Tensor | None, coefficients: Sequence[Tensor],
+    initial: Tensor | None, cu_seqlens: Tensor | None, shift: bool, silu: bool, **results: Tensor | None,
 ) -> None:  # fmt: skip
     """Run the forward or the backward pass; `results` and the gradients of outputs have the names of native.c."""
-    (rows, states), channels = of.log_decay.shape, x.shape[-1]
-    x, mask, skip, weight_in, weight_out, initial = _contiguous(x, mask, skip, *of[2:], initial)  # type: ignore[assignment]
+    q, weight_in, weight_out = coefficients
+    (rows, states), channels, parts = weight_in.shape, x.shape[-1], weight_out.dim() - 1
+    x, mask, skip, initial = _contiguous(x, mask, skip, initial)  # type: ignore[assignment]
     bounds = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
     sequences, length = x.shape[:2] if bounds is None else (len(bounds) - 1, 0)
-    decay = torch.exp(of.log_decay.double()).contiguous()
-    if of.turn is not None:
-        decay = torch.view_as_real(torch.polar(decay, of.turn * (2 * math.pi))).contiguous()
-    numbers, single = x.numel() * states * of.parts, torch.float32
-    of_rows = (rows, states)
-    of_states = (sequences, channels, *weight_out.shape[1:])
+    single, of_rows, of_numbers = torch.float32, weight_in.shape, weight_out.shape
+    of_states = (sequences, channels, *of_numbers[1:])
     kinds: dict[str, tuple[torch.dtype, Any]] = {
         "gradient": (x.dtype, x.shape),
         "out": (x.dtype, x.shape),
@@ -189,40 +238,39 @@ def _run(
         "grad_decay": (single, of_rows),
         "grad_phase": (single, of_rows),
         "grad_in": (single, of_rows),
-        "grad_weight": (single, (*of_rows, *weight_out.shape[2:])),
+        "grad_weight": (single, of_numbers),
         "grad_skip": (single, (channels,)),
     }
     _call(
         function,
         _Average(
-            sequences=sequences, length=length, channels=channels, states=states, parts=of.parts,
+            sequences=sequences, length=length, channels=channels, states=states, parts=parts,
             directions=rows // max(channels, 1), shift=shift, silu=silu, half=x.dtype == torch.bfloat16,
-            threads=torch.get_num_threads() if numbers >= MANY_NUMBERS else 1,
+            threads=torch.get_num_threads() if x.numel() * states * parts >= MANY_NUMBERS else 1,
         ),
         x=(x, x.dtype, x.shape),
         mask=(mask, torch.bool, x.shape[:2]),
         bounds=(bounds, torch.int64, (sequences + 1,)),
-        q=(decay, torch.float64, (*of_rows, *weight_out.shape[2:])),
+        q=(q, torch.float64, of_numbers),
         **{"in": (weight_in, single, of_rows)},
-        weight=(weight_out, single, (*of_rows, *weight_out.shape[2:])),
+        weight=(weight_out, single, of_numbers),
         skip=(skip, single, (channels,)),
         initial=(initial, single, of_states),
         **{name: (tensor, *kinds[name]) for name, tensor in results.items()},
     )  # fmt: skip
 
 
-def _forward(
-    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor,
-    weight_out: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None, shift: bool, silu: bool, return_state: bool,
+def _outputs(
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, coefficients: Sequence[Tensor], initial: Tensor | None,
+    cu_seqlens: Tensor | None, shift: bool, silu: bool, return_state: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    output, state = _forward_fake(x, weight_out, cu_seqlens, return_state)
-    of = Coefficients(log_decay, turn, weight_in, weight_out)
+    output, state = _empty_outputs(x, coefficients[2], cu_seqlens, return_state)
     final = state if return_state else None
-    _run("forward", x, mask, skip, of, initial, cu_seqlens, shift, silu, out=output, final=final)
+    _run("forward", x, mask, skip, coefficients, initial, cu_seqlens, shift, silu, out=output, final=final)
     return output, state
 
 
-def _forward_fake(
+def _empty_outputs(
     x: Tensor, weight_out: Tensor, cu_seqlens: Tensor | None, return_state: bool, **_: object
 ) -> tuple[Tensor, Tensor]:
     sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
@@ -230,24 +278,58 @@ def _forward_fake(
     return x.new_empty(x.shape), weight_out.new_empty(shape)
 
 
+def _gradients(
+    gradient: Tensor, grad_final: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None,
+    coefficients: Sequence[Tensor], initial: Tensor | None, cu_seqlens: Tensor | None, shift: bool, silu: bool,
+    return_state: bool,
+) -> list[Any]:  # fmt: skip
+    """Return the gradients of x, skip, log |q|, the angle of q (None if q is real), p, w and initial."""
+    _, weight_in, weight_out = coefficients
+    like = (x, skip, weight_in, weight_in if weight_out.dim() == 3 else None, weight_in, weight_out, initial)
+    grads = [None if y is None else y.new_empty(y.shape) for y in like]
+    names = ("out", "grad_skip", "grad_decay", "grad_phase", "grad_in", "grad_weight", "grad_initial")
+    gradient, grad_final = _contiguous(gradient, grad_final if return_state else None)  # type: ignore[assignment]
+    results = dict(zip(names, grads, strict=True), gradient=gradient, grad_final=grad_final)
+    _run("backward", x, mask, skip, coefficients, initial, cu_seqlens, shift, silu, **results)
+    return grads
+
+
+def _forward(
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor,
+    weight_out: Tensor, *rest: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _outputs(x, mask, skip, _coefficients(log_decay, turn, weight_in, weight_out), *rest)
+
+
 def _backward(
     gradient: Tensor, grad_final: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor,
-    turn: Tensor | None, weight_in: Tensor, weight_out: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None,
-    shift: bool, silu: bool, return_state: bool,
+    turn: Tensor | None, weight_in: Tensor, weight_out: Tensor, *rest: Any,
 ) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of x, skip, the coefficients and initial; None for arguments that are None."""
-    of = Coefficients(log_decay, turn, weight_in, weight_out)
-    grads = [None if y is None else y.new_empty(y.shape) for y in (x, skip, log_decay, weight_in, weight_out, initial)]
-    grad_x, grad_skip, grad_decay, grad_in, grad_weight, grad_initial = grads
-    grad_phase = None if turn is None else log_decay.new_empty(log_decay.shape)
-    gradient, grad_final = _contiguous(gradient, grad_final if return_state else None)  # type: ignore[assignment]
-    _run(
-        "backward", x, mask, skip, of, initial, cu_seqlens, shift, silu, gradient=gradient, out=grad_x,
-        grad_final=grad_final, grad_initial=grad_initial, grad_decay=grad_decay, grad_phase=grad_phase, grad_in=grad_in,
-        grad_weight=grad_weight, grad_skip=grad_skip,
-    )  # fmt: skip
-    grad_turn = None if grad_phase is None else grad_phase.double() * (2 * math.pi)
-    return [grad_x, grad_skip, grad_decay, grad_turn, grad_in, grad_weight, grad_initial]
+    of = _coefficients(log_decay, turn, weight_in, weight_out)
+    grads = _gradients(gradient, grad_final, x, mask, skip, of, *rest)
+    if turn is not None:
+        grads[3] = grads[3].double() * (2 * math.pi)
+    return grads
+
+
+def _damped_forward(
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, input_logit: Tensor, damping_logit: Tensor, expansion: Tensor,
+    projection: Tensor, *rest: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    parameters = [parameter.contiguous() for parameter in (input_logit, damping_logit, expansion, projection)]
+    return _outputs(x, mask, skip, _damped_coefficients(*parameters), *rest)
+
+
+def _damped_backward(
+    gradient: Tensor, grad_final: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None,
+    input_logit: Tensor, damping_logit: Tensor, expansion: Tensor, projection: Tensor, *rest: Any,
+) -> list[Tensor | None]:  # fmt: skip
+    parameters = [parameter.contiguous() for parameter in (input_logit, damping_logit, expansion, projection)]
+    of = _damped_coefficients(*parameters)
+    grad_x, grad_skip, grad_log, _, grad_in, grad_weight, grad_initial = _gradients(
+        gradient, grad_final, x, mask, skip, of, *rest
+    )
+    return [grad_x, grad_skip, *_damped_gradients(parameters, grad_log, grad_in, grad_weight), grad_initial]
 
 
 def _parts(
@@ -268,26 +350,42 @@ def _parts(
     if bounds is None:
         raise no_second_derivative("moving_average", " of varlen sequences without values")
     if len(log_decay) > x.shape[-1]:
-        pairs = zip(bounds[:-1], bounds[1:], strict=True)
-        parts = [slice(start, end) for start, end in pairs if start < end]
+        parts = [slice(*pair) for pair in pairwise(bounds) if pair[0] < pair[1]]
         runs = [run(**call | {"x": x[:, i], "mask": None if mask is None else mask[:, i]})[0] for i in parts]
         return torch.cat(runs, 1), None
     return varlen.one_by_one(run, call, bounds, weight_out.shape[1:], weight_out.dtype)
 
 
-def _flops(x: Tensor, log_decay: Tensor, turn: Tensor | None, **_: object) -> tuple[int, int]:
-    return flops(x.shape[0] * x.shape[1] * log_decay.numel(), turn is not None)
+def _damped_parts(
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, input_logit: Tensor, damping_logit: Tensor, expansion: Tensor,
+    projection: Tensor, *rest: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    log_decay, *weights = reference.damped_coefficients(input_logit, damping_logit, expansion, projection)
+    return _parts(x, mask, skip, log_decay, None, *weights, *rest)
 
 
 operator = register(
     "moving_average_native",
-    INPUTS,
+    f"{INPUTS}, Tensor log_decay, Tensor? turn, Tensor weight_in, Tensor weight_out, {OPTIONS}",
     "(Tensor, Tensor)",
     _forward,
-    _forward_fake,
+    _empty_outputs,
     _backward,
-    flops=_flops,
+    flops=lambda x, log_decay, turn, **_: flops(x.shape[:2].numel() * log_decay.numel(), turn is not None),
     differentiable=("x", "skip", "log_decay", "turn", "weight_in", "weight_out", "initial"),
     gradients={0: (), 1: ("skip", "weight_out")},
     parts=_parts,
+)
+# Starts from the parameters: computing coefficients in PyTorch takes as long as the average of a short sequence.
+damped_operator = register(
+    "damped_ema_native",
+    f"{INPUTS}, Tensor input_logit, Tensor damping_logit, Tensor expansion, Tensor projection, {OPTIONS}",
+    "(Tensor, Tensor)",
+    _damped_forward,
+    lambda projection, **call: _empty_outputs(weight_out=projection, **call),
+    _damped_backward,
+    flops=lambda x, input_logit, **_: flops(x.shape[:2].numel() * input_logit.numel(), False),
+    differentiable=("x", "skip", "input_logit", "damping_logit", "expansion", "projection", "initial"),
+    gradients={0: (), 1: ("skip", "projection")},
+    parts=_damped_parts,
 )
