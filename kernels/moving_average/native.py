@@ -360,8 +360,8 @@ def _damped_parts(
     x: Tensor, mask: Tensor | None, skip: Tensor | None, input_logit: Tensor, damping_logit: Tensor, expansion: Tensor,
     projection: Tensor, *rest: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    log_decay, *weights = reference.damped_coefficients(input_logit, damping_logit, expansion, projection)
-    return _parts(x, mask, skip, log_decay, None, *weights, *rest)
+    of = reference.damped_coefficients(input_logit, damping_logit, expansion, projection)
+    return _parts(x, mask, skip, of[0], None, of[1], of[2], *rest)
 
 
 operator = register(
