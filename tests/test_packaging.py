@@ -2,6 +2,7 @@
 
 import configparser
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import site
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from email.parser import Parser
 from pathlib import Path
 
+import numpy.random.mtrand
 import pytest
 import yaml
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
@@ -25,6 +28,7 @@ from tests.distributed.ranks import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT_FOLDERS = ["requirements", "docs", "tests", "examples", "benchmarks"]
+LIBRARY = "luna_mega/kernels/moving_average/_native.so"
 
 # Runs in each installation. One process collects all results, because every start imports torch and transformers.
 PROBE = """
@@ -34,6 +38,7 @@ import transformers
 import luna_mega
 import luna_mega.convert
 from luna_mega.kernels import api
+from luna_mega.kernels.moving_average import native
 from luna_mega.modeling_luna import modeling_luna
 
 config = luna_mega.LunaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -49,6 +54,7 @@ print(json.dumps({
     "spawned": spawned,
     "data": [files("luna_mega").joinpath("py.typed").is_file(),
              files("luna_mega.kernels.luna_attention").joinpath("README.md").is_file()],
+    "library": native.library is not None,
     "kernels": kernels and kernels.origin,
     "transformers_sees_kernels": transformers.utils.import_utils.is_kernels_available(),
 }))
@@ -64,6 +70,19 @@ def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
     return Anything
+"""
+
+# Prints one line per copy of the operators, each with another file in place of the C library.
+OPERATORS = """
+import importlib, json, sys
+import torch
+
+x, *parameters = torch.randn(2, 70, 8), *[torch.randn(8, 4) for _ in range(4)]
+for name in sys.argv[1:]:
+    api = importlib.import_module(f"{name}.api")
+    library = importlib.import_module(f"{name}.moving_average.native").library
+    total = api.damped_ema(x, *parameters).square().sum().item()
+    print(json.dumps([library is not None, api.explain("damped_ema"), total]), flush=True)
 """
 
 
@@ -90,7 +109,7 @@ def checkout(tmp_path_factory) -> Path:
     for file in filter(Path.is_file, ROOT.iterdir()):
         shutil.copy(file, copy)
     for folder in [*packaged_folders().values(), *SCRIPT_FOLDERS]:
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     return copy
 
 
@@ -142,16 +161,16 @@ def test_kernels_stays_a_namespace_folder():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
-def test_wheel_contains_exactly_the_files_of_the_packages(checkout, built):
+def test_wheel_contains_the_files_of_the_packages_and_the_library(checkout, built):
     expected = {
         f"{package.replace('.', '/')}/{file.relative_to(checkout / folder).as_posix()}"
         for package, folder in packaged_folders().items()
         for file in (checkout / folder).rglob("*")
-        if file.is_file() and "egg-info" not in str(file) and "__pycache__" not in file.parts
+        if file.is_file() and "egg-info" not in str(file) and file.suffix not in (".c", ".pyc", ".so")
     }
     names = zipfile.ZipFile(built[".whl"]).namelist()
     dist_info = f"luna_mega-{luna_mega.__version__}.dist-info/"
-    assert {name for name in names if not name.startswith(dist_info)} == expected
+    assert {name for name in names if not name.startswith(dist_info)} == expected | {LIBRARY}
     assert f"{dist_info}licenses/LICENSE" in names
 
 
@@ -169,13 +188,84 @@ def test_wheel_metadata(built):
     assert any("triton>=3.6" in row and "Linux" in row and "extra" in row for row in requirements)
     assert read["top_level.txt"].split() == ["luna_mega", "luna_mega_cli"]
     assert "luna-mega = luna_mega_cli:main" in read["entry_points.txt"]
+    platform = re.sub("[-.]", "_", sysconfig.get_platform())
+    assert re.findall("^Tag: (.*)$", read["WHEEL"], re.MULTILINE) == [f"py3-none-{platform}"]
+
+
+def test_wheel_without_a_compiler(checkout, built, tmp_path, monkeypatch):
+    """The wheel is for all platforms, and does not contain the library of an earlier build in the same folder."""
+    monkeypatch.delenv("CC", raising=False)
+    earlier = checkout / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / LIBRARY
+    earlier.parent.mkdir(parents=True, exist_ok=True)
+    earlier.touch()
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path]
+    run(*build, ".", cwd=checkout, PATH=str(tmp_path))
+    assert earlier.with_name("native.py").exists()
+    (wheel,) = tmp_path.iterdir()
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as without, zipfile.ZipFile(built[".whl"]) as complete:
+        assert set(without.namelist()) == set(complete.namelist()) - {LIBRARY}
+
+
+@pytest.fixture
+def operators(built, tmp_path) -> Callable[[dict[str, bytes | None]], dict[str, list]]:
+    """Return a function that computes with copies of the operators: name -> content of the library (None = no file).
+
+    It returns whether the library is loaded, the line of `explain`, and a number that depends on all outputs.
+    """
+
+    def compute(libraries: dict[str, bytes | None]) -> dict[str, list]:
+        for name, library in libraries.items():
+            ignored = shutil.ignore_patterns("*.so")
+            shutil.copytree(ROOT / "kernels", tmp_path / name, ignore=ignored)
+            (tmp_path / name / "__init__.py").touch()
+            if library is not None:
+                (tmp_path / name / "moving_average" / "_native.so").write_bytes(library)
+        lines = run(sys.executable, "-c", OPERATORS, *libraries, cwd=tmp_path).splitlines()
+        return dict(zip(libraries, map(json.loads, lines), strict=True))
+
+    return compute
+
+
+def library_of(wheel: Path) -> bytes:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.read(LIBRARY)
+
+
+def test_operators_without_a_usable_library(built, operators):
+    """They run on PyTorch with the same results, and `explain` says why."""
+    library = library_of(built[".whl"])
+    # The loader maps a truncated file into memory without an error; reading its end would be one (SIGBUS).
+    damaged = {"empty": b"", "text": b"text\n", "truncated": library[: len(library) // 2]}
+    foreign = {"machine": library[:18] + b"\xfe\xfe" + library[20:]}  # of a processor that does not exist
+    other = {"module": Path(numpy.random.mtrand.__file__).read_bytes()}
+    complete, missing, *rest = operators({"complete": library, "missing": None} | damaged | foreign | other).values()
+    assert complete[:2] == [True, "damped_ema runs on 'native': automatic choice"]
+    prefix = "damped_ema runs on 'torch': no C library: "
+    for loaded, line, total in (missing, *rest):
+        assert not loaded and line.startswith(prefix) and "; " in line
+        assert total == pytest.approx(complete[2], rel=1e-5)
+    assert missing[1] not in {line for _, line, _ in rest}
+
+
+@pytest.mark.slow
+def test_library_from_another_python(checkout, operators, tmp_path):
+    """The Python of the operating system builds a library that this Python loads."""
+    if not shutil.which("/usr/bin/python3"):
+        pytest.skip("there is no /usr/bin/python3")
+    for name in ("setuptools", "_distutils_hack"):
+        (folder,) = importlib.util.find_spec(name).submodule_search_locations
+        shutil.copytree(folder, tmp_path / "site" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = ["/usr/bin/python3", "setup.py", "--quiet", "build_ext", "--build-lib", tmp_path / "out"]
+    run(*build, "--build-temp", tmp_path, cwd=checkout, PYTHONPATH=str(tmp_path / "site"))
+    assert operators({"ops": (tmp_path / "out" / LIBRARY).read_bytes()})["ops"][0]
 
 
 def test_source_distribution_contains_exactly_the_packages_and_examples(checkout, built):
     """The source distribution has every file of the wheel, and of the tests, documentation and benchmarks none."""
     with tarfile.open(built[".tar.gz"]) as archive:
         names = {member.name.partition("/")[2] for member in archive if member.isfile()}
-    metadata = {"PKG-INFO", "setup.cfg", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"}
+    metadata = {"PKG-INFO", "setup.cfg", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "setup.py"}
     files = [
         file
         for folder in {*packaged_folders().values(), "examples"}
@@ -193,7 +283,7 @@ def test_citation(checkout):
     assert citation["version"] == luna_mega.__version__ and len(citation["references"]) == 3
     heading = f"## [{luna_mega.__version__}] - {citation['date-released']}\n"
     changelog = (checkout / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert re.search(r"^## .*\n", changelog, re.MULTILINE)[0] == heading
+    assert re.search(r"^## \[\d.*\n", changelog, re.MULTILINE)[0] == heading
 
 
 def test_import_does_not_import_what_only_scripts_need():
@@ -221,6 +311,8 @@ def test_installed_package_works(way, place, with_kernels, checkout, installed, 
     cwd = checkout if place == "root" else tmp_path
     environment = {"PYTHONPATH": str(fake_kernels)} if with_kernels else {}
     facts = json.loads(run(installed(way), "-c", PROBE, cwd=cwd, **environment).splitlines()[-1])
+    # In the checkout, only the editable installation builds the library.
+    assert facts.pop("library") or (way != "editable" and place == "root")
     home = installed(way).parent.parent if (way, place) == ("wheel", "outside") else checkout
     assert all(Path(file).is_relative_to(home) for file in facts.pop("files"))
     assert facts == {
