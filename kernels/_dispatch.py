@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from . import varlen
 from ._export import forbid_tracing, is_exporting, is_transformed
 
-NAMES = ("auto", "reference", "torch", "triton")
+NAMES = ("auto", "reference", "torch", "native", "triton")
 logger = logging.getLogger("luna_mega.kernels")
 
 
@@ -95,13 +95,15 @@ class Op:
         backends: maps backend names to the functions that compute a call.
         unsupported: returns the reason why the Triton kernels do not support a call, or None if they do.
         tokens: names of the arguments `[1, total, ...]` of a varlen call. They are padded to `[sequences, max_seqlen,
-            ...]` for backends that are not in `native`.
+            ...]` for backends that are not in `varlen_backends`.
         mask: name of the argument that masks padding; None if padding does not affect the result.
         tokens_out: whether the result (the first one, if there are several) is padded like the tokens.
-        native: names of the backends that support varlen calls, with `cu_seqlens` and `max_seqlen`.
+        varlen_backends: names of the backends that support varlen calls, with `cu_seqlens` and `max_seqlen`.
         with_weights: computes the output, the weights and further results with the reference.
         under_autocast: converts a call under autocast to the call that the Triton kernels compute.
-        run_varlen: runs a varlen call on a backend that is not in `native`; None = pad the tokens.
+        run_varlen: runs a varlen call on a backend that is not in `varlen_backends`; None = pad the tokens.
+        native_unsupported: returns the reason why the C library does not support a call, or None if it does; without
+            arguments, the reason why it is missing. None = the op has no backend `"native"`.
     """
 
     name: str
@@ -110,10 +112,11 @@ class Op:
     tokens: tuple[str, ...]
     mask: str | None = "mask"
     tokens_out: bool = True
-    native: tuple[str, ...] = ("triton",)
+    varlen_backends: tuple[str, ...] = ("triton", "native")
     with_weights: Callable[..., Any] | None = None
     under_autocast: Callable[[Arguments], Arguments] | None = None
     run_varlen: Callable[..., Any] | None = None
+    native_unsupported: Callable[..., str | None] | None = None
 
     def __post_init__(self) -> None:
         OPS[self.name] = self
@@ -133,16 +136,16 @@ class Op:
             with without_autocast(device.type):
                 with_weights: Any = self.with_weights
                 return with_weights(**call)
-        chosen = self.choose(backend, device, partial(self.unsupported, **call, max_seqlen=max_seqlen))
+        chosen = self.choose(backend, device, call, max_seqlen)
         if chosen == "triton" and self.under_autocast is not None and is_autocast(device.type):
             call = self.under_autocast(call)
-        if not torch.compiler.is_compiling() and len(call[self.tokens[0]]) == 0:
+        if chosen != "native" and not torch.compiler.is_compiling() and len(call[self.tokens[0]]) == 0:
             chosen = "reference"  # fast paths divide by the batch size
         run = self.backends[chosen]
         with without_autocast(device.type):
             if cu_seqlens is None:
                 return run(**call)
-            if chosen in self.native:
+            if chosen in self.varlen_backends:
                 return run(**call, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
             assert max_seqlen is not None  # `check_cu_seqlens` returns it
             return (self.run_varlen or Op.run_padded)(self, run, call, cu_seqlens, max_seqlen)
@@ -165,15 +168,15 @@ class Op:
             return varlen.unpad(result, cu_seqlens, total)
         return varlen.unpad(result[0], cu_seqlens, total), *result[1:]
 
-    def choose(self, backend: str | None, device: torch.device, unsupported: Callable[[], str | None]) -> str:
+    def choose(
+        self, backend: str | None, device: torch.device, call: Arguments | None = None, max_seqlen: int | None = None
+    ) -> str:
         """Return the name of the backend for a call on `device`; log once why a CUDA call does not use Triton.
-
-        `unsupported` returns the reason why the Triton kernels do not support this call, or None if they do.
 
         Raises:
             ValueError: if the backend was specified by name and does not support the call.
         """
-        chosen, reason = self.decide(backend, device, unsupported)
+        chosen, reason = self.decide(backend, device, call, max_seqlen)
         if device.type == "cuda" and reason.startswith(_FALLBACK) and not torch.compiler.is_compiling():
             message = f"{self.name} runs on {chosen!r}: {reason}"
             if message not in _warned:
@@ -182,40 +185,58 @@ class Op:
         return chosen
 
     def decide(
-        self, backend: str | None, device: torch.device, unsupported: Callable[[], str | None] = lambda: None
+        self, backend: str | None, device: torch.device, call: Arguments | None = None, max_seqlen: int | None = None
     ) -> tuple[str, str]:
-        """Return the name of the backend and the reason for its selection."""
+        """Return the name of the backend and the reason for its selection; without a call, for any call."""
         if backend is not None:
             requested, source = _checked(backend, f"{self.name}'s argument backend"), "its argument"
         elif _override is not None:
             requested, source = _override, "use_backend"
         else:
             requested, source = _default, "LUNA_MEGA_BACKEND"
+        if requested == "native" and self.native_unsupported is None:
+            if backend is not None:
+                raise ValueError(f"{self.name} has no backend 'native'; choose 'torch' or 'auto'")
+            requested = "auto"  # the setting applies to all ops
         if requested == "auto":
-            # Interpreted kernels are for tests only, so they must be selected by name.
-            if device.type != "cuda":
-                against: str | None = f"the tensors are on {device.type}"
-            elif is_exporting():
-                against = "exported programs must not depend on this package"
-            else:
-                against = _reason_against(device, unsupported)
-            return ("triton", "automatic choice") if against is None else ("torch", _FALLBACK + against)
-        if requested == "triton" and (against := _reason_against(device, unsupported)) is not None:
-            raise ValueError(f"{self.name} cannot run on 'triton': {against}; choose 'torch' or 'auto'")
+            return self._best(device, call, max_seqlen)
+        if requested in ("native", "triton"):
+            against = self._native(device, call) if requested == "native" else self._triton(device, call, max_seqlen)
+            if against is not None:
+                raise ValueError(f"{self.name} cannot run on {requested!r}: {against}; choose 'torch' or 'auto'")
         return requested, f"chosen by {source}"
+
+    def _best(self, device: torch.device, call: Arguments | None, max_seqlen: int | None) -> tuple[str, str]:
+        # Interpreted kernels are for tests only, so they must be selected by name.
+        if device.type != "cuda":
+            if self.native_unsupported is None or device.type != "cpu":
+                return "torch", f"{_FALLBACK}the tensors are on {device.type}"
+            against = self._native(device, call)
+            return ("native", "automatic choice") if against is None else ("torch", against)
+        if is_exporting():
+            against = "exported programs must not depend on this package"
+        else:
+            against = self._triton(device, call, max_seqlen)
+        return ("triton", "automatic choice") if against is None else ("torch", _FALLBACK + against)
+
+    def _native(self, device: torch.device, call: Arguments | None) -> str | None:
+        """Return the reason why the C library cannot compute a call on `device`, or None if it can."""
+        if device.type != "cpu":
+            return f"the tensors are on {device.type}"
+        assert self.native_unsupported is not None
+        return self.native_unsupported(**call or {})
+
+    def _triton(self, device: torch.device, call: Arguments | None, max_seqlen: int | None) -> str | None:
+        """Return the reason why the Triton kernels cannot compute a call on `device`, or None if they can."""
+        if (reason := _unavailable_reason(device)) is not None:
+            return reason
+        if is_transformed():
+            return "transforms of torch.func and forward mode require operators of PyTorch"
+        return None if call is None else self.unsupported(**call, max_seqlen=max_seqlen)
 
 
 _FALLBACK = "no Triton kernel: "
 _warned: set[str] = set()
-
-
-def _reason_against(device: torch.device, unsupported: Callable[[], str | None]) -> str | None:
-    """Return the reason why the Triton kernels cannot compute a call on `device`, or None if they can."""
-    if (reason := _unavailable_reason(device)) is not None:
-        return reason
-    return (
-        "transforms of torch.func and forward mode require operators of PyTorch" if is_transformed() else unsupported()
-    )
 
 
 def _unavailable_reason(device: torch.device) -> str | None:

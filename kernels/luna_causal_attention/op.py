@@ -41,7 +41,7 @@ ATTEND = Op(
     {"reference": reference.attend, "torch": torch_backend.attend, "triton": partial(_triton, "attend")},
     _unsupported,
     tokens=("query", "pack_key", "key", "value"),
-    native=(),
+    varlen_backends=(),
     with_weights=reference.attend_with_weights,
 )
 STEP = Op(

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._dispatch import Arguments, Op
 from ..checks import check_average, check_position, check_sequences
-from . import reference, torch_backend
+from . import native, reference, torch_backend
 from .coefficients import complex_coefficients, complex_step_coefficients, reference_coefficients, with_coefficients
 from .wiring import complex_step_triton, needs_gradients, run_average, run_varlen, unsupported
 
@@ -20,6 +20,10 @@ def _torch(**call: Any) -> tuple[Tensor, Tensor | None]:
     return torch_backend.average(**with_coefficients(complex_coefficients, **call))
 
 
+def _native(**call: Any) -> tuple[Tensor, Tensor | None]:
+    return native.average(**with_coefficients(complex_coefficients, **call))
+
+
 def _triton(**call: Any) -> tuple[Tensor, Tensor | None]:
     from . import triton_ops
 
@@ -28,10 +32,11 @@ def _triton(**call: Any) -> tuple[Tensor, Tensor | None]:
 
 AVERAGE = Op(
     "complex_ema",
-    {"reference": _reference, "torch": _torch, "triton": _triton},
+    {"reference": _reference, "torch": _torch, "native": _native, "triton": _triton},
     unsupported,
     tokens=("x",),
     run_varlen=partial(run_varlen, complex_coefficients),
+    native_unsupported=native.unsupported,
 )
 
 
@@ -44,6 +49,12 @@ def _step_torch(**call: Any) -> tuple[Tensor, Tensor]:
     return torch_backend.complex_step(**with_coefficients(complex_step_coefficients, **call))
 
 
+def _step_native(**call: Any) -> tuple[Tensor, Tensor]:
+    if not native.steps_directly(**call):
+        return _step_torch(**call)
+    return native.step(**with_coefficients(complex_step_coefficients, **call))
+
+
 def _step_triton(**call: Any) -> tuple[Tensor, Tensor]:
     if needs_gradients(**call):
         return _step_torch(**call)
@@ -52,9 +63,10 @@ def _step_triton(**call: Any) -> tuple[Tensor, Tensor]:
 
 STEP = Op(
     "complex_ema_step",
-    {"reference": _step_reference, "torch": _step_torch, "triton": _step_triton},
+    {"reference": _step_reference, "torch": _step_torch, "native": _step_native, "triton": _step_triton},
     unsupported,
     tokens=("x",),
+    native_unsupported=native.unsupported,
 )
 
 

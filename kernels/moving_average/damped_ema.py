@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._dispatch import Arguments, Op
 from ..checks import check_average, check_mask, check_sequences
-from . import reference, torch_backend
+from . import native, reference, torch_backend
 from .coefficients import damped_coefficients, damped_step_coefficients, with_coefficients
 from .truncated import TruncatedEmaState, truncated
 from .wiring import needs_gradients, run_average, run_varlen, unsupported, unsupported_dtype
@@ -22,6 +22,10 @@ def _torch(**call: Any) -> tuple[Tensor, Tensor | None]:
     return torch_backend.average(**with_coefficients(damped_coefficients, **call))
 
 
+def _native(**call: Any) -> tuple[Tensor, Tensor | None]:
+    return native.average(**with_coefficients(damped_coefficients, **call), silu=call["skip"] is not None)
+
+
 def _triton(**call: Any) -> tuple[Tensor, Tensor | None]:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from . import triton_ops
@@ -31,10 +35,11 @@ def _triton(**call: Any) -> tuple[Tensor, Tensor | None]:
 
 AVERAGE = Op(
     "damped_ema",
-    {"reference": _reference, "torch": _torch, "triton": _triton},
+    {"reference": _reference, "torch": _torch, "native": _native, "triton": _triton},
     unsupported,
     tokens=("x",),
     run_varlen=partial(run_varlen, damped_coefficients),
+    native_unsupported=native.unsupported,
 )
 
 
@@ -44,6 +49,12 @@ def _step_reference(**call: Any) -> tuple[Tensor, Tensor]:
 
 def _step_torch(**call: Any) -> tuple[Tensor, Tensor]:
     return torch_backend.damped_step(**with_coefficients(damped_step_coefficients, **call))
+
+
+def _step_native(**call: Any) -> tuple[Tensor, Tensor]:
+    if not native.steps_directly(**call):
+        return _step_torch(**call)
+    return native.step(**with_coefficients(damped_step_coefficients, **call), silu=call["skip"] is not None)
 
 
 def _step_triton(**call: Any) -> tuple[Tensor, Tensor]:
@@ -57,9 +68,10 @@ def _step_triton(**call: Any) -> tuple[Tensor, Tensor]:
 
 STEP = Op(
     "damped_ema_step",
-    {"reference": _step_reference, "torch": _step_torch, "triton": _step_triton},
+    {"reference": _step_reference, "torch": _step_torch, "native": _step_native, "triton": _step_triton},
     unsupported_dtype,
     tokens=("x",),
+    native_unsupported=native.unsupported,
 )
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from .._dispatch import Arguments, Op, without_autocast
 from ..checks import check_average, check_position, check_sequences
 from ..upcast import as_complex, upcast
-from . import reference, torch_backend
+from . import native, reference, torch_backend
 from .coefficients import Coefficients, conjugate, powers_less_one, reference_coefficients, with_coefficients
-from .wiring import complex_step_triton, needs_gradients, run_average, run_varlen, unsupported
+from .wiring import both_directions, complex_step_triton, needs_gradients, run_average, run_varlen, unsupported
 
 METHODS = ("zoh", "bilinear", "none")
 
@@ -233,39 +233,22 @@ def _step_coefficients(*parameters: Tensor) -> tuple[Tensor, ...]:
     return change, torch.stack((weight_in, torch.zeros_like(weight_in)), -1), conjugate(weight)
 
 
-def _both_directions(
-    average: Callable[..., tuple[Tensor, Tensor | None]], x: Tensor, coefficients: Coefficients, skip: Tensor | None,
-    mask: Tensor | None, cu_seqlens: Tensor | None = None, **call: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return the result of `average`, with the skip of real states and the second direction of complex ones."""
-    of, channels = coefficients, x.shape[2]
-    bounds = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
-    if skip is None if of.turn is None else len(of.log_decay) == channels:
-        return average(x, coefficients=of, skip=skip, mask=mask, **call, **bounds)
-    wide = x.to(of.log_decay.dtype)  # rounded once, after the sum
-    if of.turn is None and skip is not None:
-        output, state = average(wide, coefficients=of, skip=None, mask=mask, **call, **bounds)
-        kept = wide if mask is None else wide.masked_fill(~mask[..., None], 0.0)
-        return torch.addcmul(output, skip, kept).to(x.dtype), state
-    first, second = of.rows(slice(channels)), of.rows(slice(channels, None))
-    output, _ = average(wide, coefficients=first, skip=skip, mask=mask, **call, **bounds)
-    mask, bounds = None if mask is None else mask.flip(1), {n: x.shape[1] - y.flip(0) for n, y in bounds.items()}
-    from_end, _ = average(wide.flip(1), coefficients=second, skip=None, mask=mask, **call, **bounds)
-    return (output + from_end.flip(1)).to(x.dtype), None
-
-
 def _reference(**call: Any) -> tuple[Tensor, Tensor | None]:
     return reference.diagonal_ssm(**with_coefficients(reference.diagonal_coefficients, **call))
 
 
 def _torch(**call: Any) -> tuple[Tensor, Tensor | None]:
-    return _both_directions(torch_backend.average, **with_coefficients(_coefficients, **call))
+    return both_directions(torch_backend.average, **with_coefficients(_coefficients, **call))
 
 
 def _triton(**call: Any) -> tuple[Tensor, Tensor | None]:
     from . import triton_ops
 
-    return _both_directions(triton_ops.diagonal, **with_coefficients(_coefficients, **call))
+    return both_directions(triton_ops.diagonal, **with_coefficients(_coefficients, **call))
+
+
+def _native(**call: Any) -> tuple[Tensor, Tensor | None]:
+    return native.average(**with_coefficients(_coefficients, **call))
 
 
 def _step_reference(coefficients: tuple[Tensor, ...] | None, **call: Any) -> tuple[Tensor, Tensor]:
@@ -289,16 +272,24 @@ def _step_triton(**call: Any) -> tuple[Tensor, Tensor]:
     return complex_step_triton(**with_coefficients(_step_coefficients, **call))
 
 
+def _step_native(**call: Any) -> tuple[Tensor, Tensor]:
+    if not native.steps_directly(**call):
+        return _step_torch(**call)
+    return native.step(**with_coefficients(_step_coefficients, **call))
+
+
 AVERAGE = Op(
     "diagonal_ssm",
-    {"reference": _reference, "torch": _torch, "triton": _triton},
+    {"reference": _reference, "torch": _torch, "native": _native, "triton": _triton},
     unsupported,
     tokens=("x",),
     run_varlen=partial(run_varlen, _coefficients),
+    native_unsupported=native.unsupported,
 )
 STEP = Op(
     "diagonal_ssm_step",
-    {"reference": _step_reference, "torch": _step_torch, "triton": _step_triton},
+    {"reference": _step_reference, "torch": _step_torch, "native": _step_native, "triton": _step_triton},
     unsupported,
     tokens=("x",),
+    native_unsupported=native.unsupported,
 )

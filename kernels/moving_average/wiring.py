@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import varlen
@@ -68,13 +69,19 @@ def unsupported(
     **_: object,
 ) -> str | None:  # fmt: skip
     """Return the reason why the Triton kernels do not support a call, or None."""
-    # Comparing with the length would restrict an exported program to lengths on one side of it.
-    length = max_seqlen or x.shape[1]
-    if truncation is not None and (is_exporting() or truncation < length):
-        return f"its average has no truncation, and truncation={truncation} is below the length {length}"
+    if (reason := unsupported_truncation(max_seqlen or x.shape[1], truncation)) is not None:
+        return reason
     states, most = parameters[-1].shape[1], MOST_NUMBERS // (parameters[-1].dim() - 1)
     too_many = f"{states} states per channel are more than {most}" if states > most else None
     return unsupported_dtype(x, parameters) or too_many
+
+
+def unsupported_truncation(length: int, truncation: int | None) -> str | None:
+    """Return `unsupported` of a truncation that has an effect."""
+    # Comparing with the length would restrict an exported program to lengths on one side of it.
+    if truncation is not None and (is_exporting() or truncation < length):
+        return f"its average has no truncation, and truncation={truncation} is below the length {length}"
+    return None
 
 
 def unsupported_dtype(x: Tensor, parameters: tuple[Tensor, ...], **_: object) -> str | None:
@@ -90,6 +97,27 @@ def complex_step_triton(
     from . import triton_ops
 
     return triton_ops.complex_step(x, state, *coefficients, skip, mask)
+
+
+def both_directions(
+    average: Callable[..., tuple[Tensor, Tensor | None]], x: Tensor, coefficients: Coefficients, skip: Tensor | None,
+    mask: Tensor | None, cu_seqlens: Tensor | None = None, **call: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the result of `average`, with the skip of real states and the second direction of complex ones."""
+    of, channels = coefficients, x.shape[2]
+    bounds = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+    if skip is None if of.turn is None else len(of.log_decay) == channels:
+        return average(x, coefficients=of, skip=skip, mask=mask, **call, **bounds)
+    wide = x.to(of.log_decay.dtype)  # rounded once, after the sum
+    if of.turn is None and skip is not None:
+        output, state = average(wide, coefficients=of, skip=None, mask=mask, **call, **bounds)
+        kept = wide if mask is None else wide.masked_fill(~mask[..., None], 0.0)
+        return torch.addcmul(output, skip, kept).to(x.dtype), state
+    first, second = of.rows(slice(channels)), of.rows(slice(channels, None))
+    output, _ = average(wide, coefficients=first, skip=skip, mask=mask, **call, **bounds)
+    mask, bounds = None if mask is None else mask.flip(1), {n: x.shape[1] - y.flip(0) for n, y in bounds.items()}
+    from_end, _ = average(wide.flip(1), coefficients=second, skip=None, mask=mask, **call, **bounds)
+    return (output + from_end.flip(1)).to(x.dtype), None
 
 
 def needs_gradients(

@@ -35,7 +35,7 @@ NORM = Op(
     {"reference": reference.timestep_norm, "torch": torch_backend.timestep_norm, "triton": _triton},
     _unsupported,
     tokens=("x",),
-    native=(),
+    varlen_backends=(),
 )
 STEP = Op(
     "timestep_norm_step",
