@@ -213,6 +213,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     disable_progress_bars()
     disable_progress_bar()
     torch.set_num_threads(1)  # two are slower for such small models, 10 times on a busy machine
+    lib.use_onednn("cpu")
     output = Path(options.output_dir)
     shutil.rmtree(output / "models", ignore_errors=True)
     with step("1. A folder of transformers 4 loads as it is"):

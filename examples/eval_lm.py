@@ -103,6 +103,7 @@ def plot(scores: list[dict[str, float | None]], path: Path) -> None:
 
 def main(argv: list[str] | None = None) -> list[dict[str, float | None]]:
     arguments = parse(argv)
+    lib.use_onednn(arguments.device)
     model, tokenizer = lib.language_modeling.load_language_model(arguments.model_name_or_path, arguments.device)
     complete(arguments, model, tokenizer)
     (split,) = lib.load_splits({arguments.split: None}, arguments, [arguments.text_column]).values()

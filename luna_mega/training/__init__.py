@@ -56,6 +56,7 @@ from luna_mega.training.models import (
     make_model,
     make_tokenizer,
 )
+from luna_mega.training.products import use_onednn
 from luna_mega.training.runs import Run, save, score, write_lines
 from luna_mega.training.streams import Redrawn
 from luna_mega.training.trainer import OrderedTrainer

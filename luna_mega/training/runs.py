@@ -16,6 +16,7 @@ from luna_mega.training.arguments import check_launch, check_least, check_precis
 from luna_mega.training.checkpoints import check_resumed, count_worse, find_checkpoint, load_finished
 from luna_mega.training.models import CheckpointArguments
 from luna_mega.training.plots import plot_losses
+from luna_mega.training.products import use_onednn
 from luna_mega.training.publishing import check_hub, complete_card, describe_source, publish
 from luna_mega.training.trainer import (
     DIVERGED,
@@ -52,6 +53,7 @@ class Run:
         """
         check_launch(training.world_size)
         check_precision(training)
+        use_onednn(training.device)
         if training.world_size > 1 and training.device.type == "cpu":  # Trainer sets ddp_timeout only for accelerators
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=training.ddp_timeout))
         if training.do_predict and not predicts:

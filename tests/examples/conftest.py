@@ -10,6 +10,7 @@ from types import ModuleType
 import datasets
 import huggingface_hub.constants
 import pytest
+import torch
 from datasets.fingerprint import generate_random_fingerprint
 
 from tests.examples.rows import MAKERS
@@ -72,6 +73,13 @@ def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Plot only in the tests of copied scripts, because a plot takes longer than two steps of a tiny model."""
     if request.module.__name__ != "tests.examples.test_copyable":
         monkeypatch.setattr("luna_mega.training.runs.plot_losses", lambda *_: None)
+
+
+@pytest.fixture(autouse=True)
+def default_products() -> Iterator[None]:
+    """Restore the library of float32 products, which scripts choose for their process."""
+    yield
+    torch.backends.mkldnn.matmul.fp32_precision = "none"
 
 
 @pytest.fixture
