@@ -58,6 +58,7 @@ test-ecosystem: ecosystem ## run the tests with PEFT, TRL, sentence-transformers
 
 OPERATORS := .venv-operators/bin/python
 kernel-repository: operators ## write the operators without the models in build/kernel: a folder for the Kernel Hub, and a wheel
+	rm -f build/kernel/*.whl
 	$(OPERATORS) .ci/operators.py build/kernel
 	$(OPERATORS) -m pip wheel --quiet --no-deps --wheel-dir build/kernel build/kernel/wheel
 
@@ -105,9 +106,10 @@ style: $(INSTALLED) ## lint, check the format and the spelling
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/codespell
 
+# CC=false: types do not require the C library.
 typing: $(INSTALLED) ## check the types of the public surface, in a copy laid out as it is installed
 	rm -rf build/typing
-	$(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --target build/typing .
+	CC=false $(VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation --target build/typing .
 	PYTHONPATH= MYPYPATH=build/typing $(VENV)/bin/mypy tests/typed.py
 
 audit: $(INSTALLED) ## report known vulnerabilities of the installed packages
@@ -122,11 +124,11 @@ gpu: ## check the kernels on a GPU and measure them with the Python of PYTHON (4
 	$(PYTHON) benchmarks/gpu.py $(GPU_OPTIONS)
 
 clean: ## remove the environments and what was built
-	rm -rf $(VENV) .venv-oldest .venv-newest .venv-ecosystem .venv-operators .venv-docs build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-ecosystem .venv-operators .venv-docs build dist kernels/moving_average/*.so *.egg-info .pytest_cache .ruff_cache
 
 $(INSTALLED_DEMO): EXTRAS = examples
 # Python compiles a module when it is first imported; pip would compile all of them, most of which nothing imports.
-$(INSTALLED) $(INSTALLED_DEMO): setup.cfg pyproject.toml $(wildcard requirements/*.txt)
+$(INSTALLED) $(INSTALLED_DEMO): setup.cfg pyproject.toml setup.py kernels/moving_average/native.c $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "luna-mega needs Python >= 3.11: make PYTHON=..."'
 	$(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.installed-*

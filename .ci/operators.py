@@ -8,7 +8,8 @@ The script requires the package `kernels`. `python .ci/operators.py OUTPUT [VERS
   `kernels.get_kernel(NAME)` after an upload. VERSION is the version of the repository; the default is 0.
 * `OUTPUT/wheel`: a project, for `pip wheel`, of the package `luna_mega_ops`, which requires only torch.
 
-The modules are copied unchanged: they import each other with relative imports.
+The modules are copied unchanged: they import each other with relative imports. Only the wheel contains the C library,
+because the repository is for all platforms.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ from pathlib import Path
 from kernels._rust import Digest, DigestAlgorithm
 
 ROOT = Path(__file__).resolve().parents[1]
+SOURCE = Path("moving_average", "native.c")
 NAME, LICENSE = "luna-mega", "Apache-2.0"
 # On other devices, `_dispatch` would choose the algorithms for CPUs.
 BACKENDS = {"cpu": {}, "cuda": {"archs": ["8.0", "9.0", "10.0", "12.0"]}}
@@ -47,13 +49,14 @@ triton = ["triton>=3.6; platform_system == 'Linux'"]
 
 [tool.setuptools]
 packages.find = {{ include = ["luna_mega_ops*"], namespaces = true }}
+include-package-data = false
 """
 
 
 def copy_operators(folder: Path) -> None:
     """Replace a folder by a package with the operators."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "kernels", folder, ignore=shutil.ignore_patterns("__pycache__", "*.md"))
+    shutil.copytree(ROOT / "kernels", folder, ignore=shutil.ignore_patterns("__pycache__", "*.md", "*.c", "*.so"))
     (folder / "__init__.py").write_text(ENTRY, encoding="utf-8")
 
 
@@ -79,6 +82,10 @@ def main(output: Path, version: int = 0) -> None:
     for backend in BACKENDS:
         write_variant(output / "build" / f"torch-{backend}", backend, version)
     copy_operators(output / "wheel" / "luna_mega_ops")
+    shutil.copy(ROOT / "kernels" / SOURCE, output / "wheel" / "luna_mega_ops" / SOURCE)
+    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
+    setup = setup.replace('"luna_mega.kernels.', '"luna_mega_ops.').replace('"kernels/', '"luna_mega_ops/')
+    (output / "wheel" / "setup.py").write_text(setup, encoding="utf-8")
     package = (ROOT / "luna_mega" / "__init__.py").read_text(encoding="utf-8")
     number = re.search(r'^__version__ = "(.*)"$', package, re.MULTILINE)[1]
     project = PROJECT.format(version=number, license=LICENSE)

@@ -2,6 +2,7 @@
 
 import configparser
 import functools
+import importlib.util
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import shutil
 import site
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -16,15 +18,18 @@ from collections.abc import Callable
 from email.parser import Parser
 from pathlib import Path
 
+import numpy.random.mtrand
 import pytest
 import yaml
 from transformers.utils.import_utils import KERNELS_MIN_VERSION
 
 import luna_mega
+from luna_mega.kernels.moving_average import native
 from tests.distributed.ranks import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT_FOLDERS = ["requirements", "docs", "tests", "examples", "benchmarks"]
+LIBRARY = "luna_mega/kernels/moving_average/_native.so"
 
 # Runs in each installation. One process collects all results, because every start imports torch and transformers.
 PROBE = """
@@ -34,6 +39,7 @@ import transformers
 import luna_mega
 import luna_mega.convert
 from luna_mega.kernels import api
+from luna_mega.kernels.moving_average import native
 from luna_mega.modeling_luna import modeling_luna
 
 config = luna_mega.LunaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
@@ -49,6 +55,7 @@ print(json.dumps({
     "spawned": spawned,
     "data": [files("luna_mega").joinpath("py.typed").is_file(),
              files("luna_mega.kernels.luna_attention").joinpath("README.md").is_file()],
+    "library": native.library is not None,
     "kernels": kernels and kernels.origin,
     "transformers_sees_kernels": transformers.utils.import_utils.is_kernels_available(),
 }))
@@ -66,6 +73,19 @@ def __getattr__(name):
     return Anything
 """
 
+# Prints one line per copy of the operators, each with another file in place of the C library.
+OPERATORS = """
+import importlib, json, sys
+import torch
+
+x, *parameters = torch.randn(2, 70, 8), *[torch.randn(8, 4) for _ in range(4)]
+for name in sys.argv[1:]:
+    api = importlib.import_module(f"{name}.api")
+    library = importlib.import_module(f"{name}.moving_average.native").library
+    total = api.damped_ema(x, *parameters).square().sum().item()
+    print(json.dumps([library is not None, api.explain("damped_ema"), total]), flush=True)
+"""
+
 
 def packaged_folders() -> dict[str, str]:
     """Return the folder of each package in the checkout."""
@@ -75,8 +95,10 @@ def packaged_folders() -> dict[str, str]:
     return dict(row.split(" = ") for row in rows)
 
 
-def run(*command: str | Path, cwd: Path, **environment: str) -> str:
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | environment
+def run(*command: str | Path, cwd: Path, **environment: str | None) -> str:
+    """Run a command; variables that are None are not passed on. Return its output."""
+    variables = {**os.environ, "PYTHONPATH": None, **environment}
+    env = {name: value for name, value in variables.items() if value is not None}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, encoding="utf-8", timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -90,24 +112,42 @@ def checkout(tmp_path_factory) -> Path:
     for file in filter(Path.is_file, ROOT.iterdir()):
         shutil.copy(file, copy)
     for folder in [*packaged_folders().values(), *SCRIPT_FOLDERS]:
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     return copy
 
 
 @pytest.fixture(scope="session")
 def built(checkout) -> dict[str, Path]:
-    """Build the source distribution, and the wheel from it; return their paths by suffix."""
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", "../dist", ".", cwd=checkout)
+    """Build the source distribution and a wheel without a C compiler; return their paths by suffix.
+
+    An earlier build has left its library in the folder.
+    """
+    earlier = checkout / "build" / f"lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}" / LIBRARY
+    earlier.parent.mkdir(parents=True)
+    earlier.touch()
+    (empty := checkout.parent / "empty").mkdir()
+    build = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--wheel", "--outdir", "../dist", "."]
+    run(*build, cwd=checkout, PATH=str(empty), CC=None)
+    assert earlier.with_name("native.py").exists()
     return {suffix: next((checkout.parent / "dist").glob(f"*{suffix}")) for suffix in (".tar.gz", ".whl")}
 
 
 @pytest.fixture(scope="session")
-def installed(checkout, built) -> Callable[[str], Path]:
+def wheel(built) -> Path:
+    """Build the wheel from the source distribution, with the C library if there is a compiler."""
+    pip = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-index", "--no-build-isolation"]
+    folder = built[".tar.gz"].with_name("wheel")
+    run(*pip, "--wheel-dir", folder, built[".tar.gz"], cwd=folder.parent)
+    return next(folder.iterdir())
+
+
+@pytest.fixture(scope="session")
+def installed(checkout, wheel) -> Callable[[str], Path]:
     """Return a function that installs luna_mega in a new environment and returns its interpreter.
 
     The argument is the method of installation. All other packages are shared with this environment.
     """
-    ways = {"wheel": [built[".whl"]], "editable": ["--no-build-isolation", "--editable", checkout], "none": None}
+    ways = {"wheel": [wheel], "editable": ["--no-build-isolation", "--editable", checkout], "none": None}
 
     @functools.cache
     def install(way: str) -> Path:
@@ -147,7 +187,7 @@ def test_wheel_contains_exactly_the_files_of_the_packages(checkout, built):
         f"{package.replace('.', '/')}/{file.relative_to(checkout / folder).as_posix()}"
         for package, folder in packaged_folders().items()
         for file in (checkout / folder).rglob("*")
-        if file.is_file() and "egg-info" not in str(file) and "__pycache__" not in file.parts
+        if file.is_file() and "egg-info" not in str(file) and file.suffix not in (".c", ".pyc", ".so")
     }
     names = zipfile.ZipFile(built[".whl"]).namelist()
     dist_info = f"luna_mega-{luna_mega.__version__}.dist-info/"
@@ -169,13 +209,73 @@ def test_wheel_metadata(built):
     assert any("triton>=3.6" in row and "Linux" in row and "extra" in row for row in requirements)
     assert read["top_level.txt"].split() == ["luna_mega", "luna_mega_cli"]
     assert "luna-mega = luna_mega_cli:main" in read["entry_points.txt"]
+    assert "\nTag: py3-none-any\n" in read["WHEEL"]
+
+
+@pytest.mark.slow
+def test_wheel_with_the_library(built, wheel):
+    """It is for one platform and all versions of Python."""
+    platform = re.sub("[-.]", "_", sysconfig.get_platform())
+    assert wheel.name == f"luna_mega-{luna_mega.__version__}-py3-none-{platform}.whl"
+    with zipfile.ZipFile(wheel) as complete, zipfile.ZipFile(built[".whl"]) as without:
+        assert set(complete.namelist()) == {*without.namelist(), LIBRARY}
+
+
+@pytest.fixture
+def operators(tmp_path) -> Callable[[dict[str, bytes | None]], dict[str, list]]:
+    """Return a function that computes with copies of the operators: name -> content of the library (None = no file).
+
+    It returns whether the library is loaded, the line of `explain`, and a number that depends on all outputs.
+    """
+
+    def compute(libraries: dict[str, bytes | None]) -> dict[str, list]:
+        for name, library in libraries.items():
+            shutil.copytree(ROOT / "kernels", tmp_path / name, ignore=shutil.ignore_patterns("*.so"))
+            (tmp_path / name / "__init__.py").touch()
+            if library is not None:
+                (tmp_path / name / "moving_average" / "_native.so").write_bytes(library)
+        lines = run(sys.executable, "-c", OPERATORS, *libraries, cwd=tmp_path).splitlines()
+        return dict(zip(libraries, map(json.loads, lines), strict=True))
+
+    return compute
+
+
+def test_operators_without_a_usable_library(operators):
+    """They run on PyTorch with the same results, and `explain` says why."""
+    file = Path(native.__file__).with_name("_native.so")
+    if not shutil.which("cc") and not file.exists():
+        pytest.skip("there is no C compiler")
+    library = file.read_bytes()  # built by every installation
+    damaged = {"text": b"text\n" * 100}
+    foreign = {"machine": library[:18] + b"\xfe\xfe" + library[20:]}  # of a processor that does not exist
+    other = {"module": Path(numpy.random.mtrand.__file__).read_bytes()}
+    complete, missing, *rest = operators({"complete": library, "missing": None} | damaged | foreign | other).values()
+    assert complete[:2] == [True, "damped_ema runs on 'native': automatic choice"]
+    prefix = "damped_ema runs on 'torch': no C library: "
+    for loaded, line, total in (missing, *rest):
+        assert not loaded and line.startswith(prefix) and "; " in line
+        assert total == pytest.approx(complete[2], rel=1e-5)
+    assert missing[1] not in {line for _, line, _ in rest}
+
+
+@pytest.mark.slow
+def test_library_from_another_python(checkout, operators, tmp_path):
+    """The Python of the operating system builds a library that this Python loads."""
+    if not shutil.which("/usr/bin/python3"):
+        pytest.skip("there is no /usr/bin/python3")
+    for name in ("setuptools", "_distutils_hack"):
+        (folder,) = importlib.util.find_spec(name).submodule_search_locations
+        shutil.copytree(folder, tmp_path / "site" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = ["/usr/bin/python3", "setup.py", "--quiet", "build_ext", "--build-lib", tmp_path / "out"]
+    run(*build, "--build-temp", tmp_path, cwd=checkout, PYTHONPATH=str(tmp_path / "site"))
+    assert operators({"ops": (tmp_path / "out" / LIBRARY).read_bytes()})["ops"][0]
 
 
 def test_source_distribution_contains_exactly_the_packages_and_examples(checkout, built):
     """The source distribution has every file of the wheel, and of the tests, documentation and benchmarks none."""
     with tarfile.open(built[".tar.gz"]) as archive:
         names = {member.name.partition("/")[2] for member in archive if member.isfile()}
-    metadata = {"PKG-INFO", "setup.cfg", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"}
+    metadata = {"PKG-INFO", "setup.cfg", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md", "setup.py"}
     files = [
         file
         for folder in {*packaged_folders().values(), "examples"}
@@ -193,7 +293,7 @@ def test_citation(checkout):
     assert citation["version"] == luna_mega.__version__ and len(citation["references"]) == 3
     heading = f"## [{luna_mega.__version__}] - {citation['date-released']}\n"
     changelog = (checkout / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert re.search(r"^## .*\n", changelog, re.MULTILINE)[0] == heading
+    assert re.search(r"^## \[\d.*\n", changelog, re.MULTILINE)[0] == heading
 
 
 def test_import_does_not_import_what_only_scripts_need():
@@ -221,6 +321,8 @@ def test_installed_package_works(way, place, with_kernels, checkout, installed, 
     cwd = checkout if place == "root" else tmp_path
     environment = {"PYTHONPATH": str(fake_kernels)} if with_kernels else {}
     facts = json.loads(run(installed(way), "-c", PROBE, cwd=cwd, **environment).splitlines()[-1])
+    # In the checkout, only the editable installation builds the library.
+    assert facts.pop("library") or (way != "editable" and place == "root")
     home = installed(way).parent.parent if (way, place) == ("wheel", "outside") else checkout
     assert all(Path(file).is_relative_to(home) for file in facts.pop("files"))
     assert facts == {

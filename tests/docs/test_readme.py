@@ -40,7 +40,7 @@ def test_links_of_a_release_are_absolute(tmp_path):
     """The release workflow replaces the links for the package index, which does not have the files."""
     (tmp_path / "README.md").write_text(README, encoding="utf-8")
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))
-    (step,) = [step for step in workflow["jobs"]["build"]["steps"] if "README.md absolute" in step.get("name", "")]
+    (step,) = [step for step in workflow["jobs"]["sdist"]["steps"] if "README.md absolute" in step.get("name", "")]
     names = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "owner/name", "GITHUB_REF_NAME": "v1.0"}
     subprocess.run(["bash", "-e", "-c", step["run"]], cwd=tmp_path, env=os.environ | names, check=True)
     page = "https://github.com/owner/name/blob/v1.0"
