@@ -128,9 +128,8 @@ def step(
     silu: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the result of one position x `[B, D]` and the next states, without gradients; `silu` as in `average`."""
-    change, weight_in, weight_out = (tensor.contiguous() for tensor in coefficients)
-    kept = (x if x.dtype == torch.bfloat16 else x.float()).contiguous()
-    state = state.contiguous()
+    kept = x if x.dtype == torch.bfloat16 else x.float()
+    kept, state, change, weight_in, weight_out, mask, skip = _contiguous(kept, state, *coefficients, mask, skip)
     output, after = torch.empty_like(kept), torch.empty_like(state)
     (batch, channels), shape = x.shape, change.shape
     of_row, of_state = (batch, channels), (batch, *shape)
@@ -142,11 +141,11 @@ def step(
         before=(state, torch.float32, of_state),
         out=(output, kept.dtype, of_row),
         after=(after, torch.float32, of_state),
-        mask=(None if mask is None else mask.contiguous(), torch.bool, (batch,)),
+        mask=(mask, torch.bool, (batch,)),
         change=(change, torch.float32, shape),
         **{"in": (weight_in, torch.float32, shape)},
         weight=(weight_out, torch.float32, shape),
-        skip=(None if skip is None else skip.contiguous(), torch.float32, (channels,)),
+        skip=(skip, torch.float32, (channels,)),
     )  # fmt: skip
     return output if output.dtype == x.dtype else output.to(x.dtype), after
 
@@ -167,7 +166,8 @@ def _call(function: str, structure: ctypes.Structure, **tensors: tuple[Tensor | 
     for name, (tensor, dtype, shape) in tensors.items():
         if tensor is None:
             continue
-        if tensor.dtype != dtype or tensor.shape != shape or tensor.device.type != "cpu" or not tensor.is_contiguous():
+        plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_neg()
+        if tensor.dtype != dtype or tensor.shape != shape or not plain:
             raise ValueError(
                 f"moving_average needs a contiguous {name} of {dtype} {list(shape)} on the CPU, got {tensor.dtype} "
                 f"{list(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
@@ -177,8 +177,9 @@ def _call(function: str, structure: ctypes.Structure, **tensors: tuple[Tensor | 
         raise MemoryError(f"moving_average_{function}: not enough memory")
 
 
-def _contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
-    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
+def _contiguous(*tensors: Tensor | None) -> list[Any]:
+    """Return tensors whose memory contains their values in order: of a view, values may also be stored negated."""
+    return [None if tensor is None else tensor.resolve_neg().contiguous() for tensor in tensors]
 
 
 def _coefficients(log_decay: Tensor, turn: Tensor | None, weight_in: Tensor, weight_out: Tensor) -> list[Tensor]:
@@ -186,7 +187,7 @@ def _coefficients(log_decay: Tensor, turn: Tensor | None, weight_in: Tensor, wei
     decay = torch.exp(log_decay.double())
     if turn is not None:
         decay = torch.view_as_real(torch.polar(decay, turn * (2 * math.pi)))
-    return [decay.contiguous(), weight_in.contiguous(), weight_out.contiguous()]
+    return _contiguous(decay, weight_in, weight_out)
 
 
 def _damped_coefficients(*parameters: Tensor) -> list[Tensor]:
@@ -224,7 +225,7 @@ def _run(
     """Run the forward or the backward pass; `results` and the gradients of outputs have the names of native.c."""
     q, weight_in, weight_out = coefficients
     (rows, states), channels, parts = weight_in.shape, x.shape[-1], weight_out.dim() - 1
-    x, mask, skip, initial = _contiguous(x, mask, skip, initial)  # type: ignore[assignment]
+    x, mask, skip, initial = _contiguous(x, mask, skip, initial)
     bounds = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
     sequences, length = x.shape[:2] if bounds is None else (len(bounds) - 1, 0)
     single, of_rows, of_numbers = torch.float32, weight_in.shape, weight_out.shape
@@ -288,7 +289,7 @@ def _gradients(
     like = (x, skip, weight_in, weight_in if weight_out.dim() == 3 else None, weight_in, weight_out, initial)
     grads = [None if y is None else y.new_empty(y.shape) for y in like]
     names = ("out", "grad_skip", "grad_decay", "grad_phase", "grad_in", "grad_weight", "grad_initial")
-    gradient, grad_final = _contiguous(gradient, grad_final if return_state else None)  # type: ignore[assignment]
+    gradient, grad_final = _contiguous(gradient, grad_final if return_state else None)
     results = dict(zip(names, grads, strict=True), gradient=gradient, grad_final=grad_final)
     _run("backward", x, mask, skip, coefficients, initial, cu_seqlens, shift, silu, **results)
     return grads
@@ -316,7 +317,7 @@ def _damped_forward(
     x: Tensor, mask: Tensor | None, skip: Tensor | None, input_logit: Tensor, damping_logit: Tensor, expansion: Tensor,
     projection: Tensor, *rest: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    parameters = [parameter.contiguous() for parameter in (input_logit, damping_logit, expansion, projection)]
+    parameters = _contiguous(input_logit, damping_logit, expansion, projection)
     return _outputs(x, mask, skip, _damped_coefficients(*parameters), *rest)
 
 
@@ -324,7 +325,7 @@ def _damped_backward(
     gradient: Tensor, grad_final: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None,
     input_logit: Tensor, damping_logit: Tensor, expansion: Tensor, projection: Tensor, *rest: Any,
 ) -> list[Tensor | None]:  # fmt: skip
-    parameters = [parameter.contiguous() for parameter in (input_logit, damping_logit, expansion, projection)]
+    parameters = _contiguous(input_logit, damping_logit, expansion, projection)
     of = _damped_coefficients(*parameters)
     grad_x, grad_skip, grad_log, _, grad_in, grad_weight, grad_initial = _gradients(
         gradient, grad_final, x, mask, skip, of, *rest
