@@ -48,8 +48,8 @@ def explain(op: str = "luna_attention", backend: str | None = None, device: torc
     """Return one line that states which backend the function `op` uses on `device`, and why.
 
     If `device` is None, the GPU is used if one is available. Arguments of the call (dtype, sizes, options) are not
-    considered. If Triton does not support them, the automatic choice is `"torch"`; on a GPU the logger
-    `luna_mega.kernels` warns. If `"triton"` was specified by name, the call raises an error that names the argument.
+    considered. If Triton or the C library does not support them, the automatic choice is `"torch"`; on a GPU the logger
+    `luna_mega.kernels` warns. If one was specified by name, the call raises an error that names the argument.
     """
     if op not in OPS:
         raise ValueError(f"there is no op {op!r}; choose one of {', '.join(OPS)}")

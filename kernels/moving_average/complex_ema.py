@@ -151,8 +151,8 @@ def complex_ema_step(
 
     For arguments and errors, see `complex_ema`; `mask` is `[B]`. Masked rows keep their states, and their y is
     undefined. The given state is not modified. `coefficients` are the `complex_ema_coefficients` of the four
-    parameters; None = computed, which takes most of the time of a step. The backend `"triton"` computes steps whose
-    gradients are required in PyTorch.
+    parameters; None = computed, which takes most of the time of a step. The backends `"native"` and `"triton"` compute
+    steps whose gradients are required in PyTorch.
     """
     check_position("complex_ema_step", x, mask, "channels")
     parameters = (input_logit, damping_logit, phase_logit, projection)

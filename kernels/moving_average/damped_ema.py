@@ -120,10 +120,10 @@ def damped_ema(
             sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`. States are `[S, D, N]`. Each result equals the
             result of a separate call.
         max_seqlen: length of the longest sequence; None = computed from `cu_seqlens`, which synchronizes the device.
-        backend: one of `"auto"`, `"reference"`, `"torch"`, `"triton"`; None = the setting of
-            `use_backend` or `LUNA_MEGA_BACKEND`. Triton supports up to 64 states per channel, and
-            neither truncation nor float64. The other backends pad varlen sequences, or process them sequentially if
-            there are states.
+        backend: one of `"auto"`, `"reference"`, `"torch"`, `"native"` (the C library on CPUs), `"triton"`; None = the
+            setting of `use_backend` or `LUNA_MEGA_BACKEND`. Triton supports up to 64 states per channel, and neither
+            truncation nor float64, as `"native"`. The other backends pad varlen sequences, or process them sequentially
+            if there are states.
 
     Returns:
         `[B, T, D]` in the dtype of `x`, or (output, states `[B, D, N]`) if `return_state` is set. States and
@@ -187,8 +187,8 @@ def damped_ema_step(
     For arguments and errors, see `damped_ema`; R = D, and `mask` is `[B]`. Masked rows keep their states, and
     their y is undefined. The given state is not modified. A `TruncatedEmaState` truncates at the length of its inputs.
     `coefficients` are the `ema_coefficients` of the four parameters; None = computed, which takes half of the time of a
-    step. They are not supported with a `TruncatedEmaState`. The backend `"triton"` computes steps whose gradients are
-    required in PyTorch.
+    step. They are not supported with a `TruncatedEmaState`. The backends `"native"` and `"triton"` compute steps whose
+    gradients are required in PyTorch.
     """
     if x.dim() != 2 or input_logit.shape[:1] != x.shape[1:]:
         raise ValueError(

@@ -155,8 +155,8 @@ def diagonal_ssm_step(
 
     For arguments and errors, see `diagonal_ssm`; R = D, and `mask` is `[B]`. Masked rows keep their states, and their y
     is undefined. The given state is not modified. `coefficients` are the `diagonal_ssm_coefficients` of the parameters;
-    None = computed, which takes most of the time of a step. The backend `"triton"` computes steps of real states, and
-    steps whose gradients are required, in PyTorch.
+    None = computed, which takes most of the time of a step. Steps whose gradients are required run in PyTorch with the
+    backends `"native"` and `"triton"`, and with the latter also steps of real states.
     """
     check_position("diagonal_ssm_step", x, mask, "channels")
     parameters = _parameters("diagonal_ssm_step", log_decay, phase, weight)
