@@ -24,6 +24,9 @@
  */
 #ifndef LANES
 
+#if defined(__FAST_MATH__)
+#error "-ffast-math omits the checks for NaN; compile without it"
+#endif
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -220,7 +223,9 @@ int moving_average_backward(const Call *c) { CHOOSE(backward, c); }
 int moving_average_step(const Step *s) { CHOOSE(step, s); }
 int moving_average_damped(const Damped *d) { CHOOSE(damped, d); }
 
-/* The sizes of the structures, which the caller compares with its own. */
+/* The version and the sizes of the structures, which the caller compares with its own; increase it with every change of
+ * what a function expects or does. */
+int moving_average_version(void) { return 1; }
 int moving_average_sizes(int i) { return i == 0 ? sizeof(Call) : i == 1 ? sizeof(Step) : sizeof(Damped); }
 
 #else /* the code of one instruction set */

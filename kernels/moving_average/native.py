@@ -8,6 +8,7 @@ import ctypes
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from .wiring import both_directions, unsupported_truncation
 
 INPUTS = "Tensor x, Tensor? mask, Tensor? skip"
 OPTIONS = "Tensor? initial, Tensor? cu_seqlens, bool shift, bool silu, bool return_state"
+VERSION = 1  # of native.c
 # Numbers of states, at all positions, from which on a second thread is worth the 20 us of its start.
 MANY_NUMBERS = 1 << 21
 
@@ -67,16 +69,26 @@ class _Damped(ctypes.Structure):
     ]
 
 
+def _is_truncated(path: Path) -> bool:
+    """Return whether a library of Linux is not complete; loading it would end the process with SIGBUS."""
+    with path.open("rb") as file:
+        header = file.read(64).ljust(64, b"\0")
+    offset, size, count = struct.unpack_from("<40xQ10xHH", header)  # the table of sections, after all contents
+    return header.startswith(b"\x7fELF\x02\x01") and path.stat().st_size < offset + size * count
+
+
 def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
     """Return the library, or None and the reason."""
     if not path.exists():
         return None, "it was not built; install a C compiler, and this package again"
     try:
+        if _is_truncated(path):
+            return None, "it is incomplete; install this package again"
         library = ctypes.CDLL(str(path))
-        sizes = [library.moving_average_sizes(index) for index in range(3)]
+        found = [library.moving_average_sizes(index) for index in range(3)] + [library.moving_average_version()]
     except (OSError, AttributeError) as error:  # damaged, of another platform, or another library
         return None, f"it cannot be loaded ({error}); install this package again"
-    if sizes != [ctypes.sizeof(structure) for structure in (_Average, _Step, _Damped)]:
+    if found != [ctypes.sizeof(structure) for structure in (_Average, _Step, _Damped)] + [VERSION]:
         return None, "it is of another version; install this package again"
     return library, ""
 
