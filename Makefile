@@ -128,7 +128,7 @@ clean: ## remove the environments and what was built
 
 $(INSTALLED_DEMO): EXTRAS = examples
 # Python compiles a module when it is first imported; pip would compile all of them, most of which nothing imports.
-$(INSTALLED) $(INSTALLED_DEMO): setup.cfg pyproject.toml setup.py kernels/moving_average/native.c $(wildcard requirements/*.txt)
+$(INSTALLED) $(INSTALLED_DEMO): setup.cfg pyproject.toml setup.py $(wildcard kernels/moving_average/native*) $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "luna-mega needs Python >= 3.11: make PYTHON=..."'
 	$(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.installed-*

@@ -13,7 +13,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 LIBRARY = "luna_mega.kernels.moving_average._native"
-SOURCE = "kernels/moving_average/native.c"
+SOURCE, HEADER = "kernels/moving_average/native.c", "kernels/moving_average/native_vectors.h"
 
 
 class BuildLibrary(build_ext):
@@ -54,6 +54,7 @@ class Wheel(bdist_wheel):
 library = Extension(
     LIBRARY,
     [SOURCE],
+    depends=[HEADER],
     # GCC's -std=c11 disables contraction to fused multiply-add.
     extra_compile_args=["-std=gnu11", "-O2", "-g0", "-pthread", "-ffp-contract=fast"],
     extra_link_args=["-pthread", *(["-s"] if sys.platform.startswith("linux") else [])],

@@ -22,7 +22,7 @@ from pathlib import Path
 from kernels._rust import Digest, DigestAlgorithm
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = Path("moving_average", "native.c")
+SOURCES = [Path("moving_average", name) for name in ("native.c", "native_vectors.h")]
 NAME, LICENSE = "luna-mega", "Apache-2.0"
 # On other devices, `_dispatch` would choose the algorithms for CPUs.
 BACKENDS = {"cpu": {}, "cuda": {"archs": ["8.0", "9.0", "10.0", "12.0"]}}
@@ -56,7 +56,7 @@ include-package-data = false
 def copy_operators(folder: Path) -> None:
     """Replace a folder by a package with the operators."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "kernels", folder, ignore=shutil.ignore_patterns("__pycache__", "*.md", "*.c", "*.so"))
+    shutil.copytree(ROOT / "kernels", folder, ignore=shutil.ignore_patterns("__pycache__", "*.md", "*.c", "*.h", "*.so"))
     (folder / "__init__.py").write_text(ENTRY, encoding="utf-8")
 
 
@@ -82,7 +82,8 @@ def main(output: Path, version: int = 0) -> None:
     for backend in BACKENDS:
         write_variant(output / "build" / f"torch-{backend}", backend, version)
     copy_operators(output / "wheel" / "luna_mega_ops")
-    shutil.copy(ROOT / "kernels" / SOURCE, output / "wheel" / "luna_mega_ops" / SOURCE)
+    for source in SOURCES:
+        shutil.copy(ROOT / "kernels" / source, output / "wheel" / "luna_mega_ops" / source)
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     setup = setup.replace('"luna_mega.kernels.', '"luna_mega_ops.').replace('"kernels/', '"luna_mega_ops/')
     (output / "wheel" / "setup.py").write_text(setup, encoding="utf-8")

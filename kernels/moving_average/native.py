@@ -6,9 +6,9 @@ only function that passes addresses: it checks every tensor, and its arguments k
 
 import ctypes
 import math
+import struct
 from collections.abc import Sequence
 from itertools import pairwise
-import struct
 from pathlib import Path
 from typing import Any
 
