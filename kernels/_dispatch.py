@@ -199,34 +199,35 @@ class Op:
                 raise ValueError(f"{self.name} has no backend 'native'; choose 'torch' or 'auto'")
             requested = "auto"  # the setting applies to all ops
         if requested == "auto":
-            return self._best(device, call, max_seqlen)
+            return self.best(device, call, max_seqlen)
         if requested in ("native", "triton"):
-            against = self._native(device, call) if requested == "native" else self._triton(device, call, max_seqlen)
+            against = self.against_native(device, call) if requested == "native" else self.against_triton(device, call, max_seqlen)
             if against is not None:
                 raise ValueError(f"{self.name} cannot run on {requested!r}: {against}; choose 'torch' or 'auto'")
         return requested, f"chosen by {source}"
 
-    def _best(self, device: torch.device, call: Arguments | None, max_seqlen: int | None) -> tuple[str, str]:
+    def best(self, device: torch.device, call: Arguments | None, max_seqlen: int | None) -> tuple[str, str]:
+        """Return the fastest backend that supports a call on `device`, and the reason for its selection."""
         # Interpreted kernels are for tests only, so they must be selected by name.
         if device.type != "cuda":
             if self.native_unsupported is None or device.type != "cpu":
                 return "torch", f"{_FALLBACK}the tensors are on {device.type}"
-            against = self._native(device, call)
+            against = self.against_native(device, call)
             return ("native", "automatic choice") if against is None else ("torch", against)
         if is_exporting():
             against = "exported programs must not depend on this package"
         else:
-            against = self._triton(device, call, max_seqlen)
+            against = self.against_triton(device, call, max_seqlen)
         return ("triton", "automatic choice") if against is None else ("torch", _FALLBACK + against)
 
-    def _native(self, device: torch.device, call: Arguments | None) -> str | None:
+    def against_native(self, device: torch.device, call: Arguments | None) -> str | None:
         """Return the reason why the C library cannot compute a call on `device`, or None if it can."""
         if device.type != "cpu":
             return f"the tensors are on {device.type}"
         assert self.native_unsupported is not None
         return self.native_unsupported(**call or {})
 
-    def _triton(self, device: torch.device, call: Arguments | None, max_seqlen: int | None) -> str | None:
+    def against_triton(self, device: torch.device, call: Arguments | None, max_seqlen: int | None) -> str | None:
         """Return the reason why the Triton kernels cannot compute a call on `device`, or None if they can."""
         if (reason := _unavailable_reason(device)) is not None:
             return reason

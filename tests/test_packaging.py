@@ -187,7 +187,7 @@ def test_wheel_contains_exactly_the_files_of_the_packages(checkout, built):
         f"{package.replace('.', '/')}/{file.relative_to(checkout / folder).as_posix()}"
         for package, folder in packaged_folders().items()
         for file in (checkout / folder).rglob("*")
-        if file.is_file() and "egg-info" not in str(file) and file.suffix not in (".c", ".pyc", ".so")
+        if file.is_file() and "egg-info" not in str(file) and file.suffix not in (".c", ".h", ".pyc", ".so")
     }
     names = zipfile.ZipFile(built[".whl"]).namelist()
     dist_info = f"luna_mega-{luna_mega.__version__}.dist-info/"
