@@ -56,7 +56,9 @@ include-package-data = false
 def copy_operators(folder: Path) -> None:
     """Replace a folder by a package with the operators."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "kernels", folder, ignore=shutil.ignore_patterns("__pycache__", "*.md", "*.c", "*.h", "*.so"))
+    shutil.copytree(
+        ROOT / "kernels", folder, ignore=shutil.ignore_patterns("__pycache__", "*.md", "*.c", "*.h", "*.so")
+    )
     (folder / "__init__.py").write_text(ENTRY, encoding="utf-8")
 
 

@@ -201,7 +201,11 @@ class Op:
         if requested == "auto":
             return self.best(device, call, max_seqlen)
         if requested in ("native", "triton"):
-            against = self.against_native(device, call) if requested == "native" else self.against_triton(device, call, max_seqlen)
+            against = (
+                self.against_native(device, call)
+                if requested == "native"
+                else self.against_triton(device, call, max_seqlen)
+            )
             if against is not None:
                 raise ValueError(f"{self.name} cannot run on {requested!r}: {against}; choose 'torch' or 'auto'")
         return requested, f"chosen by {source}"

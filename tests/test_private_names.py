@@ -26,6 +26,7 @@ OWNERS = [
     transformers.TokenizersBackend,
     transformers.Trainer,
     transformers.TrainingArguments,
+    transformers.HfArgumentParser,
     argparse.ArgumentParser(),
     torch.nn.Module,
     torch.Tensor,
@@ -76,7 +77,8 @@ def owner_of(name: str):
     """Return the class or module that has a private name, also one that only instances have; or None."""
     if (owner := next((owner for owner in OWNERS if hasattr(owner, name)), None)) is not None:
         return owner
-    return next((cls for cls, source in sources().items() if f"self.{name} =" in source), None)
+    # HfArgumentParser reads names of data classes.
+    return next((cls for cls, text in sources().items() if f"self.{name} =" in text or f"dtype.{name}" in text), None)
 
 
 def listed() -> set[str]:
