@@ -366,7 +366,7 @@ def _parts(
         parts = [slice(*pair) for pair in pairwise(bounds) if pair[0] < pair[1]]
         runs = [run(**call | {"x": x[:, i], "mask": None if mask is None else mask[:, i]})[0] for i in parts]
         return torch.cat(runs, 1), None
-    return varlen.one_by_one(run, call, bounds, weight_out.shape[1:], weight_out.dtype)
+    return varlen.one_by_one(run, call, bounds, weight_out.shape, weight_out.dtype)
 
 
 def _damped_parts(

@@ -251,6 +251,10 @@ CALLS = GPU_CALLS | {
 }  # fmt: skip
 
 
+AVERAGES = [name for name, make in CALLS.items() if make.func is _average]
+ON_NATIVE = [name for name in AVERAGES if "truncated" not in name]
+
+
 def main() -> None:
     for name, make in calls(33, toy=False):
         for dtype in (torch.bfloat16, torch.float32):

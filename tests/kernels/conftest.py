@@ -22,12 +22,14 @@ def small_tiles() -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Return the device of the parameter `backend`.
 
-    For Triton (the default), tiles are small and new memory is filled with NaN.
+    New memory is filled with NaN for Triton (the default) and the C library. For Triton, tiles are small.
     """
     callspec = getattr(request.node, "callspec", None)
-    if callspec and callspec.params.get("backend", "triton") != "triton":
+    backend = callspec.params.get("backend", "triton") if callspec else "triton"
+    if backend in ("native", "triton"):
+        request.getfixturevalue("poisoned_memory")
+    if backend != "triton":
         return torch.device("cpu")
     device = request.getfixturevalue("triton_device")
-    request.getfixturevalue("poisoned_memory")
     request.getfixturevalue("small_tiles")
     return device

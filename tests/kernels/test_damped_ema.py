@@ -163,7 +163,7 @@ def test_size_chooses_the_form(monkeypatch):
         (1, 8, {"return_state": True}),
     ):
         inputs = Inputs(length, batch=batch, channels=1, states=1, dtype=torch.float32)
-        damped_ema(*inputs.leaves, **options)
+        damped_ema(*inputs.leaves, **options, backend="torch")
     assert chosen == ["fft", 16, 32, 32, 64, 16, 32, 64, "fft", 32, 16]
 
 

@@ -10,7 +10,7 @@ import torch
 from luna_mega.kernels.api import diagonal_ssm, diagonal_ssm_step, discretize
 from luna_mega.kernels.moving_average import export, torch_backend
 from tests.distributed.ranks import PATIENCE
-from tests.kernels.backends import graded
+from tests.kernels.backends import NATIVE, graded
 from tests.kernels.errors import relative_error
 from tests.kernels.leaves import MASKS, Leaves, assert_same, random_mask
 
@@ -100,15 +100,15 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(triton_plan, "CONFIGURATIONS", (triton_plan.Configuration(1 << 20, 8),))
 
 
-@pytest.fixture(params=["reference", "fft", "chunks", "export"])
+@pytest.fixture(params=["reference", "fft", "chunks", "export", NATIVE])
 def options(request, monkeypatch):
-    """Return the options of each implementation in PyTorch, with several blocks of channels."""
+    """Return the options of each implementation on CPUs, in PyTorch with several blocks of channels."""
     monkeypatch.setattr(torch_backend, "MANY_POSITIONS", 0 if request.param == "chunks" else 1 << 60)
     monkeypatch.setattr(torch_backend, "BLOCK", 2)
     if request.param == "export":
         monkeypatch.setattr(torch_backend, "average", export.average)
         monkeypatch.setattr(export, "GROUP", 4)
-    return {"backend": "reference" if request.param == "reference" else "torch"}
+    return {"backend": request.param if request.param in ("reference", "native") else "torch"}
 
 
 @pytest.mark.covering(2)
@@ -119,7 +119,10 @@ def options(request, monkeypatch):
 def test_outputs_states_and_gradients(options, length, states, masking, turning, kind):
     inputs = Inputs(length, kind, turning, masking, states, skip=masking != "some")
     inputs.pairs = length % 2 == 0
-    inputs.check(**options)
+    if options["backend"] == "native":
+        inputs.to(torch.float32).check(FLOAT32, **options)
+    else:
+        inputs.check(**options)
 
 
 @pytest.mark.triton
@@ -135,14 +138,15 @@ def test_triton(device, length, states, masking, turning, kind):
 
 
 @pytest.mark.covering(1)
+@pytest.mark.parametrize("backend", ["torch", NATIVE])
 @pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_low_precision(turning, dtype):
+def test_low_precision(turning, dtype, backend):
     """The error is at most twice that of the reference in the same dtype, and results have the dtype of x."""
     for kind in KINDS:
         inputs = Inputs(66, kind, turning, "some").to(dtype)
         exact = inputs.to(torch.float64).run(inputs.loop)
-        plain, actual = inputs.to(dtype).run(backend="reference"), inputs.run()
+        plain, actual = inputs.to(dtype).run(backend="reference"), inputs.run(backend=backend)
         floor = {torch.float32: FLOAT32, torch.bfloat16: 5e-3, torch.float16: 6e-4}[dtype]
         for low, result, expected in zip(plain, actual, exact, strict=True):
             assert result.dtype == low.dtype
@@ -209,12 +213,14 @@ def test_discretize_is_accurate_for_short_steps_and_computes_in_float32():
 
 
 @pytest.mark.slow
-def test_inductor_trains_with_pairs_and_complex_weights():
+@pytest.mark.parametrize("backend", ["torch", NATIVE])
+def test_inductor_trains_with_pairs_and_complex_weights(backend):
     torch.compiler.reset()
     for pairs in (True, False):
         inputs = Inputs(90, "states", True).to(torch.float32)
         inputs.pairs = pairs
-        assert_same(inputs.run(torch.compile(inputs.call, fullgraph=True)), inputs.run(), 1e-6)
+        compiled = torch.compile(inputs.call, fullgraph=True)
+        assert_same(inputs.run(compiled, backend=backend), inputs.run(backend=backend), 1e-6)
 
 
 PEAK = """
@@ -226,18 +232,19 @@ def peak():  # not `ru_maxrss`, which a new process inherits
 start = peak()
 leaves = [torch.randn(4, int(sys.argv[1]), 128), -torch.rand(128, 16), torch.randn(128, 16), torch.randn(128, 16, 2)]
 leaves = [x.requires_grad_() for x in leaves]
-diagonal_ssm(*leaves).sum().backward()
+diagonal_ssm(*leaves, backend=sys.argv[2]).sum().backward()
 print(peak() - start)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc has the peak of memory")
-def test_memory_is_linear(repo_root):
+@pytest.mark.parametrize("backend", ["torch", NATIVE])
+def test_memory_is_linear(repo_root, backend):
     """A training step with 16,384 positions takes at most twice the memory of one with 8,192, including its inputs."""
     peaks = []
     for length in (8192, 16384):
-        command = [sys.executable, "-c", PEAK, str(length)]
+        command = [sys.executable, "-c", PEAK, str(length), backend]
         peaks.append(int(subprocess.check_output(command, cwd=repo_root, timeout=PATIENCE)))
     assert 1 < peaks[0] and peaks[1] <= 2 * peaks[0], peaks
 

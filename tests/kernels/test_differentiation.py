@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 from luna_mega.kernels import _export, api
-from tests.kernels.backends import graded
-from tests.kernels.calls import CALLS as TABLE, GPU_CALLS, Sizes
+from tests.kernels.backends import graded, on_native, on_triton
+from tests.kernels.calls import CALLS as TABLE, GPU_CALLS, ON_NATIVE, Sizes
 from tests.marks import diagonal
 
 STEP = 1e-6
@@ -242,22 +242,37 @@ TRITON = [name for name in CALLS if not name.endswith(("coefficients", "truncate
 PAIRS = diagonal(TRITON, ("second", "second of each", "second backward"))
 
 
+def check_derivative(name, way, backend, device, bound):
+    case = Case(name)
+    case.run, case.leaves = scalar(name, backend=backend), tuple(x.float().to(device) for x in case.leaves)
+    case.directions = tuple(x.float().to(device) for x in case.directions)
+    for actual, expected in zip(*WAYS[way](case), strict=True):
+        torch.testing.assert_close(actual.double().cpu(), expected.double().cpu(), rtol=bound, atol=bound)
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize(("name", "way"), graded(PAIRS[3:6], PAIRS[::4], PAIRS))
 def test_second_derivatives_of_triton(name, way, triton_device):
-    case = Case(name)
-    function, leaves = scalar(name, backend="triton"), case.leaves
-    case.run, case.leaves = function, [x.float().to(triton_device) for x in leaves]
-    case.directions = [x.float().to(triton_device) for x in case.directions]
-    for actual, expected in zip(*WAYS[way](case), strict=True):
-        torch.testing.assert_close(actual.double().cpu(), expected, rtol=1e-3, atol=1e-3)
+    check_derivative(name, way, "triton", triton_device, 1e-3)
 
 
-@pytest.mark.triton
-def test_transforms_do_not_run_triton(triton_device):
-    x, rows = (torch.randn(1, length, 2, 3, device=triton_device) for length in (19, 4))
-    with pytest.raises(ValueError, match="luna_pack cannot run on 'triton': transforms of torch.func.*choose 'torch'"):
-        torch.func.grad(lambda x: api.luna_pack(rows, x, x, backend="triton").sum())(x)
+AVERAGES = [name for name in CALLS if name in ON_NATIVE]
+
+
+@pytest.mark.parametrize(
+    ("name", "way"), [*diagonal(AVERAGES, WAYS), *diagonal(AVERAGES, ["second backward", "second", "second of each"])]
+)
+def test_averages_in_float32(name, way):
+    """The automatic choice computes derivatives of every kind: transforms use PyTorch, the others the C library."""
+    check_derivative(name, way, "auto", "cpu", 1e-4)
+
+
+@pytest.mark.parametrize(("backend", "name"), [on_native("complex_ema_step"), on_triton("luna_unpack", slow=False)])
+def test_transforms_run_pytorch(backend, name, triton_device):
+    leaves = [x.float().to(triton_device) for x in CALLS[name][1]]
+    op = name.partition(" ")[0]
+    with pytest.raises(ValueError, match=f"{op} cannot run on '{backend}': transforms of torch.func.*choose 'torch'"):
+        torch.func.grad(scalar(name, backend=backend))(*leaves)
 
 
 @pytest.mark.parametrize("name", ["gated_attention masked", "luna_causal_attention masked, stateful"])

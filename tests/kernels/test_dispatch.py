@@ -1,5 +1,6 @@
 """The choice of a backend and its reason, on machines with and without Triton and a GPU."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -8,10 +9,12 @@ import pytest
 import torch
 
 from luna_mega.kernels import _dispatch, api
+from luna_mega.kernels.moving_average import native
 from tests.distributed.ranks import PATIENCE
-from tests.kernels.calls import CALLS, WIDE, Sizes
+from tests.kernels.backends import needs_library
+from tests.kernels.calls import CALLS, ON_NATIVE, WIDE, Sizes
 
-CUDA = torch.device("cuda")
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 @pytest.fixture(params=api.OPS)
@@ -19,8 +22,15 @@ def op(request):
     return request.param
 
 
+def against(op, reason):
+    """Return an op whose kernels do not support any call for this reason, or all calls if it is None."""
+    made = copy.copy(api.OPS[op])
+    object.__setattr__(made, "unsupported", lambda **_: reason)
+    return made
+
+
 def decide(op, argument=None, device=CUDA, unsupported=None):
-    return api.OPS[op].decide(argument, device, lambda: unsupported)
+    return against(op, unsupported).decide(argument, device, {})
 
 
 PREFIXES = ("luna", "damp", "gat", "complex", "diagonal", "timestep", "segment")
@@ -58,7 +68,6 @@ def test_reasons_against_triton(op, gpu, monkeypatch):
     assert decide(op, unsupported="of no reason") == ("torch", "no Triton kernel: of no reason")
     with pytest.raises(ValueError, match=f"{op} cannot run on 'triton': of no reason; choose 'torch' or 'auto'"):
         decide(op, "triton", unsupported="of no reason")
-    assert decide(op, device=torch.device("cpu")) == ("torch", "no Triton kernel: the tensors are on cpu")
     gpu(7, 5)
     assert decide(op) == ("torch", "no Triton kernel: compute capability 7.5 is below 8.0")
     gpu(8, 0)
@@ -112,17 +121,17 @@ def test_gpu_fallback_warns_once(op, gpu, monkeypatch, caplog):
     It does not warn if the caller chose the backend, for tensors on other devices, or while compiling.
     """
     monkeypatch.setattr(_dispatch, "_warned", set())
-    choose = api.OPS[op].choose
+    choose = against(op, "of one reason").choose
     for backend, device in ((None, "cpu"), ("torch", "cuda"), ("reference", "cuda")):
-        choose(backend, torch.device(device), lambda: "of one reason")
+        choose(backend, torch.device(device), {})
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert choose(None, CUDA, lambda: "of one reason") == "torch"
+    assert choose(None, CUDA, {}) == "torch"
     monkeypatch.undo()
     assert not caplog.records
     gpu(9, 0)
     monkeypatch.setattr(_dispatch, "_warned", set())
     for reason in ("of one reason", "of one reason", "of another", None):
-        assert choose(None, CUDA, iter([reason]).__next__) == ("torch" if reason else "triton")
+        assert against(op, reason).choose(None, CUDA, {}) == ("torch" if reason else "triton")
     assert [(record.name, record.getMessage()) for record in caplog.records] == [
         ("luna_mega.kernels", f"{op} runs on 'torch': no Triton kernel: of one reason"),
         ("luna_mega.kernels", f"{op} runs on 'torch': no Triton kernel: of another"),
@@ -135,6 +144,68 @@ def test_order_of_choices(op, gpu, monkeypatch):
     with api.use_backend("torch"):
         assert decide(op) == ("torch", "chosen by use_backend")
         assert decide(op, "triton") == ("triton", "chosen by its argument")
+
+
+AVERAGES = {name.partition(" ")[0] for name in ON_NATIVE}
+
+
+def test_cpu_without_the_library(op, monkeypatch):
+    """Averages run on PyTorch, and `explain` says why."""
+    monkeypatch.setattr(native, "library", None)
+    monkeypatch.setattr(native, "_reason", "it was lost")
+    reason = "no C library: it was lost" if op in AVERAGES else "no Triton kernel: the tensors are on cpu"
+    assert api.explain(op, device="cpu") == f"{op} runs on 'torch': {reason}"
+    with pytest.raises(ValueError, match=f"{op} cannot run on 'native': no C library" if op in AVERAGES else "has no"):
+        api.explain(op, backend="native", device="cpu")
+
+
+@needs_library
+def test_cpu_with_the_library(op):
+    expected = "native': automatic choice" if op in AVERAGES else "torch': no Triton kernel: the tensors are on cpu"
+    assert api.explain(op, device="cpu") == f"{op} runs on '{expected}"
+    with api.use_backend("native"):  # applies to all ops
+        expected = expected.replace("automatic choice", "chosen by use_backend")
+        assert api.explain(op, device="cpu") == f"{op} runs on '{expected}"
+    if op in AVERAGES:
+        assert decide(op, "native", CPU) == ("native", "chosen by its argument")
+        with pytest.raises(ValueError, match=f"{op} cannot run on 'native': the tensors are on cuda; choose 'torch'"):
+            decide(op, "native")
+    else:
+        with pytest.raises(ValueError, match=f"{op} has no backend 'native'; choose 'torch' or 'auto'"):
+            decide(op, "native", CPU)
+
+
+def test_a_library_that_cannot_be_loaded(tmp_path):
+    """A file that is absent, damaged or another library is a reason to use PyTorch, not an error."""
+    path = tmp_path / "_native.so"
+    assert native.load(path) == (None, "it was not built; install a C compiler, and this package again")
+    path.write_bytes(b"no library")
+    assert native.load(path)[1].startswith("it cannot be loaded (")
+    path.unlink()
+    path.symlink_to(torch._C.__file__)
+    assert native.load(path)[1].startswith("it cannot be loaded (")
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "name, dtype, message",
+    [
+        ("damped_ema stateful", torch.float64, "x or a parameter is float64"),
+        ("complex_ema_step", torch.float64, "x or a parameter is float64"),
+        ("damped_ema truncated", torch.float32, "its average has no truncation, and truncation=5 is below the length 6"),
+        ("diagonal_ssm stateful", torch.float32, None),
+        ("damped_ema_step", torch.bfloat16, None),
+    ],
+)
+def test_calls_that_the_library_does_not_support(name, dtype, message):
+    """They raise an error if the library is chosen by name; the automatic choice has the results of PyTorch."""
+    call, wide = CALLS[name](Sizes(1, 6, 1)), torch.promote_types(dtype, torch.float32)
+    leaves = {key: x.to(wide if key in WIDE else dtype) for key, x in call.leaves.items()}
+    if message is not None:
+        with pytest.raises(ValueError, match=f"cannot run on 'native': {message}; choose 'torch' or 'auto'"):
+            call.run(**leaves, backend="native")
+    expected = call.run(**leaves, backend="native" if message is None else "torch")
+    assert all(map(torch.equal, call.run(**leaves), expected))
 
 
 def test_float32_precision():

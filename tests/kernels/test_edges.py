@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from luna_mega.kernels import _dispatch, api
-from tests.kernels.backends import on_triton
-from tests.kernels.calls import CALLS, Sizes, results
+from tests.kernels.backends import on_native, on_triton
+from tests.kernels.calls import CALLS, ON_NATIVE, Sizes, results
 from tests.marks import slow_but
 
 # Two varlen sequences have tokens, and truncation is not on Triton.
@@ -22,6 +22,8 @@ def cases():
         yield "torch", name, edge
         repeated = edge == "one" or name in SOME
         yield on_triton(name, edge, slow=repeated, exhaustive=repeated)
+        if name in ON_NATIVE:
+            yield on_native(name, edge)
 
 
 def make(name, batch, length, heads):
@@ -104,12 +106,17 @@ VIEWS = (
 
 
 @pytest.mark.parametrize(
-    "backend, name", [("torch", name) for name in NAMES] + [on_triton(name) for name in NAMES if name not in SOME]
+    "backend, name",
+    [
+        *(("torch", name) for name in NAMES),
+        *(on_native(name) for name in NAMES if name in ON_NATIVE),
+        *(on_triton(name) for name in NAMES if name not in SOME),
+    ],
 )
 def test_strides(name, backend, device):
     """Results do not depend on the strides of tensors and gradients, and two calls have the same bits."""
     call = CALLS[name](Sizes(2, 17, 2))
-    for shift in range(len(VIEWS)) if backend == "torch" else (4,):
+    for shift in range(len(VIEWS)) if backend != "triton" else (4,):
         views = {
             key: VIEWS[(index + shift) % len(VIEWS)](x.float().to(device)) if x.dim() > 1 else x.float().to(device)
             for index, (key, x) in enumerate(call.leaves.items())

@@ -7,8 +7,8 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from luna_mega.kernels import api
-from tests.kernels.backends import TRITON, graded, on_triton
-from tests.kernels.calls import CALLS, Sizes
+from tests.kernels.backends import NATIVE, TRITON, graded, on_backends, on_triton
+from tests.kernels.calls import CALLS, ON_NATIVE, Sizes
 from tests.kernels.leaves import assert_same
 from tests.kernels.operators import OperatorCalls
 
@@ -59,8 +59,9 @@ def train(run, leaves):
     return loss, *(x for x in torch.autograd.grad(loss, leaves, allow_unused=True) if x is not None)
 
 
-@pytest.mark.parametrize("backend", ["torch", TRITON])
-@pytest.mark.parametrize("name", graded([], MAIN, NAMES))
+@pytest.mark.parametrize(
+    "name, backend", [*on_backends(graded([], MAIN, NAMES), ["torch", TRITON]), *on_backends(NAMES, [NATIVE])]
+)
 def test_results_are_what_the_fakes_promise(triton_device, monkeypatch, name, backend):
     if backend == "triton":
         from luna_mega.kernels.luna_causal_attention import triton_forward
@@ -78,15 +79,15 @@ def registered(backend):
     names = {
         name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("luna_mega::")
     }
-    return {name for name in names if ("triton" in name) == (backend == "triton")}
+    return {name for name in names if backend == next((b for b in ("triton", "native") if b in name), "torch")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["torch", TRITON])
+@pytest.mark.parametrize("backend", ["torch", NATIVE, TRITON])
 def test_opcheck(triton_device, backend):
     """PyTorch's checks of custom operators pass for all operators, with the arguments of the calls above."""
     seen = set()
-    for name in (*MAIN, "luna_pack masked"):
+    for name in [name for name in MAIN if name in ON_NATIVE] if backend == "native" else (*MAIN, "luna_pack masked"):
         run, leaves = views(name, backend, triton_device)
         with OperatorCalls() as mode:
             train(run, leaves)
@@ -108,8 +109,13 @@ def test_opcheck(triton_device, backend):
     assert seen == registered(backend)
 
 
-@pytest.mark.parametrize("backend", ["torch", on_triton(exhaustive=True)])  # `test_gpu.py` compiles the kernels too
-@pytest.mark.parametrize("name", graded([], MAIN, NAMES))
+@pytest.mark.parametrize(  # `test_gpu.py` compiles the kernels too
+    "name, backend",
+    [
+        *on_backends(graded([], MAIN, NAMES), ["torch", on_triton(exhaustive=True)]),
+        *on_backends(graded(["damped_ema masked, stateful"], MAIN, NAMES), [NATIVE]),
+    ],
+)
 def test_compile_fullgraph(triton_device, name, backend):
     """Programs have the results and gradients of eager calls, also one program for several lengths."""
     call = CALLS[name](SIZES)
@@ -118,8 +124,8 @@ def test_compile_fullgraph(triton_device, name, backend):
         return sum(y.square().sum() for y in call.run(**dict(zip(call.leaves, x, strict=True)), backend=backend))
 
     torch.compiler.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=backend == "torch")
-    for length in (20, 37) if backend == "torch" else (20,):
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=backend != "triton")
+    for length in (20, 37) if backend != "triton" else (20,):
         leaves = CALLS[name](SIZES._replace(length=length)).leaves.values()
         leaves = [x.float().to(triton_device).requires_grad_() for x in leaves]
         gradients = (torch.autograd.grad(run(*leaves), leaves) for run in (compiled, loss))

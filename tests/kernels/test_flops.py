@@ -26,6 +26,7 @@ from luna_mega.kernels.api import (
 from luna_mega.kernels.gated_attention import reference as gated_reference, torch_backend as gated_backend
 from luna_mega.kernels.luna_attention import reference as luna_reference
 from luna_mega.kernels.luna_causal_attention import reference as causal_reference, torch_backend as causal_backend
+from tests.kernels.backends import on_native
 
 
 def count(run, *leaves):
@@ -187,18 +188,18 @@ def test_complex_average_counts_as_recurrence(length, triton_operators):
 
 @pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
 @pytest.mark.parametrize("directions", [1, 2])
-def test_diagonal_ssm_counts_as_an_average(directions, turning, triton_operators):
+@pytest.mark.parametrize("backend, device", [("torch", "cpu"), on_native("cpu"), ("triton", "meta")])
+def test_diagonal_ssm_counts_as_an_average(backend, device, directions, turning, triton_operators):
     channels, states, length = 3, 4, 20
     table = directions * channels, states
     shapes = (2, length, channels), table, *((table, (*table, 2)) if turning else (table,)), (channels,)
     products = 2 * (2 * length * directions * channels * states)
     expected = tuple(number * products for number in ((7, 19) if turning else (3, 8)))
-    for device, backend in (("cpu", "torch"), ("meta", "triton")):
 
-        def run(x, *rest, backend=backend):
-            return diagonal_ssm(x, rest[0], rest[1] if turning else None, *rest[-2:], backend=backend)
+    def run(x, *rest):
+        return diagonal_ssm(x, rest[0], rest[1] if turning else None, *rest[-2:], backend=backend)
 
-        assert count(run, *draw(*shapes, device=device)) == expected
+    assert count(run, *draw(*shapes, device=device)) == expected
 
 
 def test_norm():

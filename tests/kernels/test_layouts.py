@@ -9,7 +9,7 @@ import torch
 from luna_mega.kernels import api
 from luna_mega.kernels.luna_causal_attention import torch_backend
 from luna_mega.kernels.timestep_norm import torch_passes
-from tests.kernels.backends import SLOW_TRITON, TRITON
+from tests.kernels.backends import NATIVE, SLOW_TRITON, TRITON, on_backends
 from tests.kernels.calls import CALLS, Sizes
 from tests.kernels.errors import relative_error
 from tests.kernels.leaves import assert_same
@@ -22,7 +22,12 @@ OF_SEQUENCES = {"rows", "pack_query", *STATES}
 # Also without calls that differ from another one only in the mask.
 OTHERS = ("_step", "truncated", "row_offset", "size=128", "luna_unpack", "_ema masked", "ssm masked", "norm masked, s")
 VARLEN = [name for name in CALLS if not any(word in name for word in OTHERS)]
-BACKENDS = ["reference", "torch", SLOW_TRITON]
+BACKENDS = ["reference", "torch", NATIVE, SLOW_TRITON]
+
+
+def precision(backend, bound=1e-12):
+    """Return the dtype in which a backend is tested, and the bound of its errors."""
+    return (torch.float32, 1e-5) if backend in ("native", "triton") else (torch.float64, bound)
 
 
 @pytest.fixture(autouse=True)
@@ -75,10 +80,9 @@ def separate(call, leaves, mask, empty):
     return list(zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", VARLEN)
+@pytest.mark.parametrize("name, backend", on_backends(VARLEN, BACKENDS))
 def test_varlen_sequences(name, backend, device):
-    dtype, bound = (torch.float32, 1e-5) if backend == "triton" else (torch.float64, 1e-12)
+    dtype, bound = precision(backend)
     call, mask = make(name, SIZES), torch.rand(SIZES[:2]) < 0.7
     real = torch.arange(SIZES.length) < torch.tensor(LENGTHS)[:, None]
     wide = leaves_of(call)
@@ -93,11 +97,10 @@ def test_varlen_sequences(name, backend, device):
     assert_same(with_gradients(actual, leaves), with_gradients(exact, wide), bound)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", VARLEN)
+@pytest.mark.parametrize("name, backend", on_backends(VARLEN, BACKENDS))
 def test_masked_positions_are_not_read(name, backend, device):
     """Masked positions with NaN before, between and after the others change neither results nor gradients."""
-    dtype, bound = (torch.float32, 1e-5) if backend == "triton" else (torch.float64, 1e-11)
+    dtype, bound = precision(backend, 1e-11)
     call, mask = make(name, SIZES._replace(batch=3)), torch.rand(3, SIZES.length) < 0.7
     mask[0, :4], mask[1, 12:], mask[2] = False, False, False
     if name.startswith("damped"):  # adds the skip at masked positions too
@@ -120,27 +123,30 @@ def test_masked_positions_are_not_read(name, backend, device):
 AVERAGES = [name for name in VARLEN if ("_ema" in name or "ssm" in name) and "directions" not in name]
 
 
-@pytest.mark.parametrize("backend", BACKENDS[:2])
-@pytest.mark.parametrize("name", AVERAGES)
+@pytest.mark.parametrize("name, backend", on_backends(AVERAGES, BACKENDS[:3]))
 def test_state_after_lengths(name, backend):
     """The states of averages do not decay at masked positions after `lengths`."""
     call, lengths = make(name, SIZES), torch.tensor(LENGTHS)
     call = call._replace(run=partial(call.run, return_state=True))
     real = torch.arange(SIZES.length) < lengths[:, None]
-    leaves = leaves_of(call)
-    _, states = separate(call, leaves, real, empty=False)
+    dtype, bound = precision(backend, 1e-11)
+    leaves, wide = leaves_of(call, dtype=dtype), leaves_of(call)
+    _, states = separate(call, wide, real, empty=False)
     output, state = call.run(**leaves, mask=real, lengths=lengths, backend=backend)
-    assert_same(with_gradients([state], leaves), with_gradients([torch.cat(states)], leaves), 1e-11)
-    assert_same([output.detach()], [call.run(**leaves, mask=real, backend=backend)[0].detach()], 1e-11)
+    assert_same(with_gradients([state], leaves), with_gradients([torch.cat(states)], wide), bound)
+    assert_same([output.detach()], [call.run(**leaves, mask=real, backend=backend)[0].detach()], bound)
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch", TRITON])
 @pytest.mark.parametrize("groups", [2, pytest.param(70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name", [name for name in CALLS if "_step" in name and "gated" not in name and "first" not in name]
+    "name, backend",
+    on_backends(
+        [name for name in CALLS if "_step" in name and "gated" not in name and "first" not in name],
+        ["reference", "torch", NATIVE, TRITON],
+    ),
 )
 def test_a_masked_step_holds_the_state(name, groups, backend, device):
-    dtype, bound = (torch.float32, 1e-5) if backend == "triton" else (torch.float64, 1e-11)
+    dtype, bound = precision(backend, 1e-11)
     mask = torch.tensor([True, False, True, False, False])
     call = CALLS[name](SIZES._replace(channels=2 * groups, groups=groups))
     leaves, wide = leaves_of(call, device, dtype), leaves_of(call)
@@ -221,17 +227,19 @@ def in_parts(name, leaves, mask, lengths, backend):
     return [torch.cat(outputs, 1), *(state if isinstance(state, tuple) else [state])]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "name",
-    [
-        "luna_causal_attention masked, stateful", "luna_causal_attention rows=80", "damped_ema stateful",
-        "damped_ema padding_free", "complex_ema stateful", "complex_ema padding_free", "diagonal_ssm stateful",
-        "diagonal_ssm real", "timestep_norm stateful", "timestep_norm masked",
-    ],
+    "name, backend",
+    on_backends(
+        [
+            "luna_causal_attention masked, stateful", "luna_causal_attention rows=80", "damped_ema stateful",
+            "damped_ema padding_free", "complex_ema stateful", "complex_ema padding_free", "diagonal_ssm stateful",
+            "diagonal_ssm real", "timestep_norm stateful", "timestep_norm masked",
+        ],
+        BACKENDS,
+    ),
 )  # fmt: skip
 def test_segments_and_steps_are_one_call(name, backend, device):
-    dtype, bound = (torch.float32, 1e-5) if backend == "triton" else (torch.float64, 1e-12)
+    dtype, bound = precision(backend)
     length, parts = (9, [[1, 5, 1, 1, 1]]) if backend == "triton" else (20, [[1, 2, 7, 1, 9], [1] * 20])
     call = make(name, SIZES._replace(batch=2, length=length))
     mask = torch.arange(length) != torch.tensor([[3], [length]])

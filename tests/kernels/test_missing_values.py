@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.kernels import calls
+from tests.kernels.backends import NATIVE
 
 AVERAGES = {
     kind: [{"stateful": True}, {"directions": 2}] for kind in ("damped_ema", "diagonal_ssm", "diagonal_ssm real")
@@ -43,14 +44,18 @@ def check(call, rows, kept, rng, **options):
     torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0)
 
 
+def skip_unsupported(name, backend):
+    if backend in ("native", "triton") and "truncation" in name or backend == "native" and "norm" in name:
+        pytest.skip(f"{backend} does not support it")
+
+
 @pytest.mark.triton
-@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("backend", ["reference", "torch", NATIVE, "triton"])
 @pytest.mark.parametrize("name", OPS)
 def test_masked_positions(name, backend, monkeypatch, triton_device):
-    if backend == "triton" and "truncation" in name:
-        pytest.skip("Triton has no truncation")
+    skip_unsupported(name, backend)
     rng = random.Random(f"{name} {backend}")
-    for length in (rng.randrange(2, 30), rng.choice((70, 600)))[: 2 if backend == "torch" else 1]:
+    for length in (rng.randrange(2, 30), rng.choice((70, 600)))[: 2 if backend in ("native", "torch") else 1]:
         mask = torch.rand(2, length) < rng.choice((0.3, 0.8))
         mask[:, rng.randrange(length)] = True
         padded = calls._rows
@@ -60,8 +65,9 @@ def test_masked_positions(name, backend, monkeypatch, triton_device):
         monkeypatch.setattr(calls, "_rows", padded)
 
 
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("backend", ["reference", "torch", NATIVE])
 @pytest.mark.parametrize("name", STEPS)
 def test_masked_rows_of_steps(name, backend):
+    skip_unsupported(name, backend)
     rng, mask = random.Random(name), torch.tensor([True, False, True])
     check(STEPS[name](calls.Sizes(3, 1, channels=4, states=3)), mask[:, None], mask, rng, backend=backend, mask=mask)

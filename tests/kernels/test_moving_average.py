@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from luna_mega.kernels.api import use_backend
 from luna_mega.kernels.moving_average import export, reference, torch_backend
 from tests.kernels.averages import DAMPED, KINDS, STATEFUL, Inputs, saturated
-from tests.kernels.backends import SLOW_TRITON
+from tests.kernels.backends import NATIVE, SLOW_TRITON
 from tests.kernels.errors import relative_error
 from tests.kernels.leaves import MASKS, assert_same
 
@@ -22,31 +23,38 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(triton_plan, "CONFIGURATIONS", (triton_plan.Configuration(1 << 20, 8),))
 
 
-@pytest.fixture(params=["fft", "chunks"])
+@pytest.fixture(params=["fft", "chunks", "auto"])
 def form(request, monkeypatch):
-    """Run the test with both algorithms of the torch backend, at any size, and with several blocks of channels."""
+    """Run the test with both algorithms of the torch backend, at any size, and with the automatic choice."""
     choose_form(request.param, monkeypatch)
+    with use_backend("auto" if request.param == "auto" else "torch"):
+        yield
 
 
 @pytest.fixture(params=["fft", "chunks", "export"])
-def any_form(request, monkeypatch):
+def torch_form(request, monkeypatch):
     """Run the test with the algorithms of the torch backend, and with that of exported programs in small groups."""
     choose_form(request.param, monkeypatch)
+    with use_backend("torch"):
+        yield
 
 
-@pytest.fixture(params=["fft", "chunks", SLOW_TRITON])
+@pytest.fixture(params=["fft", "chunks", "export", NATIVE])
+def any_form(request, monkeypatch):
+    """Run the test as `torch_form`, and with the C library; return the name."""
+    choose_form(request.param, monkeypatch)
+    with use_backend("native" if request.param == "native" else "torch"):
+        yield request.param
+
+
+@pytest.fixture(params=["fft", "chunks", NATIVE, SLOW_TRITON])
 def backend(request, monkeypatch):
-    """Return the options of `Inputs.run` for both algorithms of the torch backend and for Triton."""
+    """Return the options of `Inputs.run` for both algorithms of the torch backend, the C library and Triton."""
     return options_of(request, monkeypatch)
 
 
-@pytest.fixture(params=["reference", "fft", "chunks", "export"])
+@pytest.fixture(params=["reference", "fft", "chunks", "export", NATIVE])
 def form_or_reference(request, monkeypatch):
-    return options_of(request, monkeypatch)
-
-
-@pytest.fixture(params=["reference", "fft", "chunks", SLOW_TRITON])
-def backend_or_reference(request, monkeypatch):
     return options_of(request, monkeypatch)
 
 
@@ -54,7 +62,7 @@ def options_of(request, monkeypatch):
     if request.param == "triton":
         return {"backend": "triton", "device": request.getfixturevalue("device")}
     choose_form(request.param, monkeypatch)
-    return {"backend": "reference" if request.param == "reference" else "torch"}
+    return {"backend": request.param if request.param in ("reference", "native") else "torch"}
 
 
 def choose_form(name, monkeypatch):
@@ -69,9 +77,13 @@ def choose_form(name, monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("masking", MASKS)
 @pytest.mark.parametrize("length, states", [(1, 1), (2, 16), (63, 2), (64, 1), (65, 16), (130, 2), (500, 2)])
-def test_torch_backend(any_form, length, states, kind, masking):
+def test_outputs_and_gradients(any_form, length, states, kind, masking):
     inputs = Inputs(length, kind, masking, states, skip=masking != "some")
-    assert_same(inputs.run(), inputs.run(backend="reference"))
+    if any_form == "native":
+        exact = inputs.exact()
+        assert_same(inputs.run(), exact, FLOAT32)
+    else:
+        assert_same(inputs.run(), inputs.run(backend="reference"))
 
 
 @pytest.mark.triton
@@ -181,7 +193,8 @@ def test_long(any_form, kind):
             inputs.leaves[3].copy_(torch.tensor([0.0, 1e4]))  # rotation by half a turn, and by complete turns
     inputs.to(torch.float32).to(torch.float64)
     exact = inputs.run(backend="reference")
-    assert_same(inputs.run(), exact, 1e-11)
+    if any_form != "native":
+        assert_same(inputs.run(), exact, 1e-11)
     assert_same(inputs.to(torch.float32).run(), exact, 5e-6)
 
 
@@ -223,7 +236,7 @@ def test_slow_decay_in_low_precision(any_form, dtype, kind):
 @pytest.mark.parametrize("length", [7, 65, 130])
 @pytest.mark.parametrize("truncation", [0, 1, 7, 65, 1000])
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "shifted"])
-def test_truncation(any_form, kind, truncation, length):
+def test_truncation(torch_form, kind, truncation, length):
     inputs = Inputs(length, kind, "some")
     actual = inputs.run(truncation=truncation)
     assert_same(actual, inputs.run(backend="reference", truncation=truncation))
@@ -237,16 +250,16 @@ def test_truncation(any_form, kind, truncation, length):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_of_padding(backend, kind):
     """Masked inputs have an average and a gradient of 0; an initial state decays."""
-    triton = backend["backend"] == "triton"
-    length = 10 if triton else 70
+    single = backend["backend"] in ("native", "triton")
+    length = 10 if backend["backend"] == "triton" else 70
     inputs = Inputs(length, kind, "all of one row", skip=kind == "complex" or kind == "complex states")
-    output, *rest = inputs.to(torch.float32 if triton else torch.float64).run(**backend)
+    output, *rest = inputs.to(torch.float32 if single else torch.float64).run(**backend)
     assert (rest[1 if kind in STATEFUL else 0][-1] == 0).all()
     if kind in STATEFUL:
         decay = reference.log_decay(*inputs.leaves[1:3]).exp() ** length
         last, first = rest[0][-1], inputs.leaves[-1][-1].detach()
         last, first = (x.norm(dim=-1) if inputs.complex else x for x in (last, first))
-        torch.testing.assert_close(last, decay * first, **({"rtol": 1e-5, "atol": 1e-5} if triton else {}))
+        torch.testing.assert_close(last, decay * first, **({"rtol": 1e-5, "atol": 1e-5} if single else {}))
     else:
         assert (output[-1] == 0).all()
 

@@ -9,11 +9,20 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from luna_mega.kernels import _export
-from luna_mega.kernels.api import damped_ema, timestep_norm
+from luna_mega.kernels.api import damped_ema, timestep_norm, use_backend
+from tests.kernels.backends import NATIVE
 from tests.kernels.calls import calls
 from tests.kernels.operators import OperatorCalls
 
-FORWARD, BACKWARD = "luna_mega::moving_average", "luna_mega::moving_average_backward"
+OPERATORS = {"torch": "luna_mega::moving_average", "native": "luna_mega::moving_average_native"}
+
+
+@pytest.fixture(params=["torch", NATIVE])
+def names(request):
+    """Choose a backend, and return the names of its operators."""
+    name = OPERATORS[request.param]
+    with use_backend(request.param):
+        yield {name, f"{name}_backward"}
 
 
 class Subclass(torch.Tensor):
@@ -37,6 +46,7 @@ def train(*inputs, **options):
     return torch.autograd.grad(damped_ema(*inputs).sum(), inputs, **options)
 
 
+@pytest.mark.usefixtures("names")
 def test_eager_mode_calls_no_operator():
     inputs = leaves()
     inputs[0] = nn.Parameter(inputs[0].detach())
@@ -46,6 +56,7 @@ def test_eager_mode_calls_no_operator():
             assert operators(lambda: damped_ema(*inputs)) == set()
 
 
+@pytest.mark.usefixtures("names")
 def test_operators_compute_the_same():
     results = train(*leaves()), damped_ema(*leaves())
     with OperatorCalls() as mode:
@@ -65,19 +76,19 @@ def call_under_mode(inputs):
 
 
 @pytest.mark.parametrize(
-    "run, names",
+    "run, called",
     [
-        (call_subclass, {FORWARD, BACKWARD}),
-        (call_under_mode, {FORWARD, BACKWARD}),
-        (lambda inputs: train(*inputs, create_graph=True), set()),
-        (lambda inputs: torch.vmap(lambda x: timestep_norm(x[None], 1))(inputs[0]), set()),
-        (lambda inputs: torch.compile(damped_ema, backend="aot_eager", fullgraph=True)(*inputs), {FORWARD, BACKWARD}),
+        (call_subclass, True),
+        (call_under_mode, True),
+        (lambda inputs: train(*inputs, create_graph=True), False),
+        (lambda inputs: torch.vmap(lambda x: timestep_norm(x[None], 1))(inputs[0]), False),
+        (lambda inputs: torch.compile(damped_ema, backend="aot_eager", fullgraph=True)(*inputs), True),
     ],
     ids=["subclass", "mode", "create_graph", "vmap", "compile"],
 )
-def test_other_calls_are_operators_or_formulas_of_pytorch(run, names):
+def test_other_calls_are_operators_or_formulas_of_pytorch(run, called, names):
     torch.compiler.reset()
-    assert operators(lambda: run(leaves())) == names
+    assert operators(lambda: run(leaves())) == (names if called else set())
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of the tracer
@@ -89,11 +100,11 @@ def test_tracing_raises_an_error(call):
 
 
 @pytest.mark.parametrize("missing", ["_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_current_level"])
-def test_every_call_is_an_operator_if_a_private_name_is_missing(monkeypatch, missing):
+def test_every_call_is_an_operator_if_a_private_name_is_missing(monkeypatch, missing, names):
     with monkeypatch.context() as patch:
         patch.delattr(forward_ad if missing == "_current_level" else torch._C, missing)
         spec = importlib.util.spec_from_file_location("without_a_name", _export.__file__)
         spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     assert not module.HAS_NAMES
     monkeypatch.setattr(_export, "HAS_NAMES", False)
-    assert operators(lambda: train(*leaves())) == {FORWARD, BACKWARD}
+    assert operators(lambda: train(*leaves())) == names

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from luna_mega.kernels.moving_average import native
 from tests.kernels.averages import KINDS, STATEFUL, Inputs
 from tests.kernels.backends import TRITON
 from tests.kernels.leaves import MASKS, assert_same
@@ -19,14 +20,16 @@ LENGTHS = (1, 2, 15, 16, 17, 33, 63, 64, 65, 100, 127, 128, 129, 257)
 FORMS = ("fft", "chunks", "export")
 
 
-def random_inputs(rng, kind, triton, batch=None):
+def random_inputs(rng, kind, backend, batch=None):
     """Return inputs, of which half have large logits, in one of several memory layouts."""
-    lengths, channels, states = ((1, 2, 5, 17, 33), (1, 3, 5), (1, 2, 5)) if triton else (LENGTHS, (1, 3, 17), (1, 8))
+    lengths, channels, states = LENGTHS, (1, 3, 17), (1, 8)
+    if backend == "triton":
+        lengths, channels, states = (1, 2, 5, 17, 33), (1, 3, 5), (1, 2, 5)
     inputs = Inputs(
         rng.choice(lengths), kind, rng.choice(MASKS), rng.choice(states), batch or rng.choice((1, 2, 3)),
         rng.choice(channels), skip=rng.random() < 0.5,
     )  # fmt: skip
-    inputs.to(torch.float32 if triton else rng.choice((torch.float64, torch.float32)))
+    inputs.to(rng.choice((torch.float64, torch.float32)) if backend == "torch" else torch.float32)
     scale, x = rng.choice((1, 1, 5, 30)), inputs.leaves[0].detach()
     layouts = (x, x.mT.contiguous().mT, torch.stack((x, x), -1)[..., 0])
     with torch.no_grad():
@@ -100,9 +103,11 @@ def check(seed, options):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     kind, way = rng.choice(KINDS), rng.choice(("one call", "parts", "parts", "varlen", "lengths", "truncation"))
-    inputs = random_inputs(rng, kind, options["backend"] == "triton", batch=1 if way == "varlen" else None)
-    length, function, used, expected = inputs.leaves[0].shape[1], None, None, None
     options = dict(options)
+    if options["backend"] == "torch" and native.missing() is None and rng.random() < 0.5:
+        options["backend"] = "native"
+    inputs = random_inputs(rng, kind, options["backend"], batch=1 if way == "varlen" else None)
+    length, function, used, expected = inputs.leaves[0].shape[1], None, None, None
     if way == "truncation" and not inputs.complex and kind not in STATEFUL and options["backend"] == "torch":
         options["truncation"] = rng.choice((1, 2, 7, 50, 400))
     if way in ("parts", "truncation") and kind in ("causal", "complex", *STATEFUL):
@@ -131,7 +136,7 @@ def check(seed, options):
         assert_same(inputs.run(function, used=used, **options), expected, bound)
 
 
-@in_blocks(fast=25, slow=200)
+@in_blocks(fast=50, slow=200)
 def test_one_result(first):
     run_block(partial(check, options={"backend": "torch", "device": "cpu"}), first)
 
