@@ -163,6 +163,8 @@ def scan_diagonal_ssm(x, log_decay, phase, weight, skip):
 
 def lfilter_ssm(x, log_decay, phase, weight, skip):
     """Compute `diagonal_ssm` with real states by one `scipy.signal.lfilter` per state, with gradients."""
+    if phase is not None:
+        raise ValueError("real states only")
     return _Filters.apply(x, log_decay.exp(), weight) + skip * x
 
 

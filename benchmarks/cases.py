@@ -43,7 +43,7 @@ from luna_mega.kernels._dispatch import NAMES as BACKENDS  # noqa: E402
 
 if MISSING is None:
     import models
-    from transformers import DynamicCache, PrinterCallback, Trainer, TrainingArguments
+    from transformers import DynamicCache
 
 Size = dict[str, int | str]
 
@@ -245,6 +245,8 @@ def _images(variant, device, dtype, b, size=224, **fields):
 
 def _trainer(variant, device, dtype, n, b=8, steps=8, **fields):
     """Time steps of `Trainer` with a classifier: batches of n / 2 to n tokens, padded, dropout, AdamW."""
+    from transformers import PrinterCallback, Trainer, TrainingArguments
+
     torch.manual_seed(0)
     model = getattr(models, variant)(n, **fields).to(dtype)
     generator = torch.Generator().manual_seed(0)

@@ -52,7 +52,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--variants", nargs="+", help="variants, the baseline first; `torch` or `NAME@torch`: a backend"
     )
-    parser.add_argument("--rounds", type=int, default=12, help="maximum number of repetitions")
+    parser.add_argument("--rounds", type=int, default=100, help="maximum number of repetitions")
     parser.add_argument("--time-limit", type=float, default=30.0, help="maximum seconds of a variant, as predicted")
     parser.add_argument("--instructions", choices=INSTRUCTIONS, help="instruction set on x86-64 (default: the best)")
     parser.add_argument("--products", help="value of `torch.backends.mkldnn.matmul.fp32_precision`")
@@ -83,8 +83,6 @@ def main(argv: list[str] | None = None) -> int:
             if difference := agree(case, size, arguments.device, arguments.dtype):
                 print(f"variants disagree, so nothing is measured: {difference}", file=sys.stderr)
                 return 1
-    if arguments.device == "cpu":
-        limit_memory()
     for case in cases:
         found, rates = [], {}
         for size in sizes(case, arguments):
@@ -159,4 +157,6 @@ def _time(row: Row, base: Row, name: str) -> str:
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():  # the address space of CUDA is larger than the memory
+        limit_memory()
     sys.exit(main())
