@@ -46,7 +46,7 @@ TARGETS = [
     one thread / two | damped_ema | b=8 n=4096 d=256 directions=1 | luna_mega | luna_mega:2 | >= 1.5
     Mega / RoBERTa | encoders | n=512 num_hidden_layers=4 | mega_chunk_128 | roberta_sdpa | <= .92 .95
     Mega / RoBERTa | encoders | n=4096 num_hidden_layers=4 | mega_chunk_128 | roberta_sdpa | <= .46 .43
-    with oneDNN | encoders | n=512 num_hidden_layers=4 | mega_chunk_128 | roberta_sdpa | <= .87 .83 | --products=tf32
+    with oneDNN | encoders | n=512 num_hidden_layers=4 | mega_chunk_128 | roberta_sdpa | <= .87 .83 | --products=onednn
     BERT / Mega, `Trainer` | trainer | n=128 | bert | mega | >= .85
     Megalodon / Llama, decoding step | decoding | n=600 b=1 | megalodon_512 | llama_sdpa | <= 1.3
     Mega / Llama, decoding step | decoding | n=600 b=1 | mega_chunk_512 | llama_sdpa | <= 1.0

@@ -30,6 +30,7 @@ from measure import agree, limit_memory, measure
 from report import Row, commit, join, machine, results_file, size_text, write
 
 from luna_mega.kernels.api import explain
+from luna_mega.kernels.moving_average import native
 
 # Option -> level of the native library, and the environment of PyTorch's kernels, MKL and oneDNN.
 INSTRUCTIONS = {
@@ -55,7 +56,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=100, help="maximum number of repetitions")
     parser.add_argument("--time-limit", type=float, default=30.0, help="maximum seconds of a variant, as predicted")
     parser.add_argument("--instructions", choices=INSTRUCTIONS, help="instruction set on x86-64 (default: the best)")
-    parser.add_argument("--products", help="value of `torch.backends.mkldnn.matmul.fp32_precision`")
+    parser.add_argument("--products", choices=("onednn",), help="library of float32 products, where it is faster")
     parser.add_argument("--output", type=Path, help="JSON file (default: that of the processor in outputs/benchmarks)")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.cases) - set(CASES):
@@ -74,9 +75,10 @@ def main(argv: list[str] | None = None) -> int:
         if not wanted.items() <= os.environ.items():  # the libraries read them when they are loaded
             command = [sys.executable, __file__, *(sys.argv[1:] if argv is None else argv)]
             return subprocess.run(command, env=os.environ | wanted).returncode
-        set_level(level)
+        if native.library is not None:
+            native.library.moving_average_level(level)
     if arguments.products:
-        torch.backends.mkldnn.matmul.fp32_precision = arguments.products
+        importlib.import_module("luna_mega.training").use_onednn("cpu")
     cases, tables, rows = [CASES[name] for name in arguments.cases or CASES], [], []
     for case in cases:
         for size in case.check:
@@ -100,15 +102,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def set_level(level: int) -> None:
-    """Select the instruction set of the native library, if there is one."""
-    try:
-        native = importlib.import_module("luna_mega.kernels.moving_average.native")
-    except ImportError:
-        return
-    native.library.moving_average_level(level)
-
-
 def sizes(case: Case, arguments: argparse.Namespace) -> list[Size]:
     """Return the sizes that the options select, without repetition."""
     given = dict(text.split("=") for text in arguments.size)
@@ -129,6 +122,7 @@ def about(arguments: argparse.Namespace, argv: list[str] | None) -> Row:
         **{name: version(name) for name in ("torch", "transformers")},
         **({"gpu": torch.cuda.get_device_name()} if arguments.device == "cuda" else {}),
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "fp32_precision": torch.backends.mkldnn.matmul.fp32_precision,
         "backend": explain("damped_ema", device=arguments.device),
         **{name: getattr(arguments, name) for name in names},
     }
