@@ -12,6 +12,7 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent
 Row = dict[str, Any]
+SETTINGS = ("threads", "device", "dtype", "instructions", "products")  # of a measurement
 
 
 def commit() -> str:
@@ -37,8 +38,8 @@ def machine() -> Row:
     """Return the processor, number of cores, memory allocator and date."""
     preloaded = [Path(name).name for name in re.split("[ :]", os.environ.get("LD_PRELOAD", "")) if "malloc" in name]
     allocator = ", ".join(preloaded) or "".join(platform.libc_ver()[:1]) or "unknown"
-    today = datetime.date.today().isoformat()
-    return {"processor": processor(), "cores": os.cpu_count(), "allocator": allocator, "date": today}
+    now = datetime.datetime.now().isoformat(" ", "minutes")
+    return {"processor": processor(), "cores": os.cpu_count(), "allocator": allocator, "date": now}
 
 
 def results_file() -> Path:
@@ -61,9 +62,6 @@ def size_text(row: Row) -> str:
 def identity(row: Row) -> tuple:
     """Return the fields that distinguish measurements."""
     return (row["case"], row["variant"], *sorted(row["size"].items()), *(row.get(name) for name in SETTINGS))
-
-
-SETTINGS = ("threads", "device", "dtype", "instructions", "products")
 
 
 def write(path: Path, about: Row, rows: list[Row]) -> None:

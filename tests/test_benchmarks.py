@@ -237,6 +237,6 @@ def test_dry_run_of_the_gate(import_benchmark, tmp_path, capsys):
     }
     assert names["operator"] == names["ops"] and len(names["ops"]) == 7
     times = [row for row in rows if row["part"] in ("ops", "model")]
-    assert len({row["name"] for row in times}) == 15
+    assert len({row["name"] for row in times}) == 19  # 7 ops, copies for 4 of them, 8 models
     assert all(row["eager"] > 0 and row["host"] > 0 and row["graph"] > 0 for row in times)
     assert sum(row["part"] == "step" for row in rows) > 8

@@ -21,20 +21,20 @@ import report  # noqa: E402
 LENGTHS = [512, 4096, 16384, 65536]
 METHODS = {
     "luna_mega": "diagonal_ssm",
-    "torch": "diagonal_ssm without the C library",
+    "torch": "diagonal_ssm in PyTorch",
     "s4d": "S4D's formula",
     "loop": "loop",
     "associative_scan": "associative_scan",
     "lfilter": "lfilter",
-    "copy": "copy of the same bytes",
+    "copy": "copy",
 }
-STYLES = {"luna_mega": "C0o-", "torch": "C0o--", "copy": "k:"}
+STYLES = ("C0o-", "C0o--", "C1s--", "C2^--", "C3v--", "C4x--", "k:")
 AVERAGES = {
-    "luna_mega": "with the C library",
-    "torch": "without",
-    "original": "FFT as in the papers' code",
-    "transformers": "Mega of transformers 4.46",
-    "copy": "copy of the same bytes",
+    "luna_mega": "C library",
+    "torch": "PyTorch",
+    "original": "papers' code (FFT)",
+    "transformers": "transformers 4.46",
+    "copy": "copy",
 }
 NUMBER = re.compile(r"\d[\d,]*\.?\d*")
 
@@ -128,22 +128,23 @@ def curves(rows: list[report.Row]) -> dict[tuple[str, str], list[report.Row | No
 
 def draw_operators(rows: list[report.Row]) -> None:
     """Draw the time of a forward and backward pass over the length, for 16 states."""
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained", sharey=True)
+    styles = dict(zip(METHODS, STYLES, strict=True))
     for (kind, variant), points in curves(rows).items():
         times = [row and row["both_ms"] for row in points]
-        draw(panels[kind == "real"], LENGTHS, times, STYLES.get(variant, "s--"), METHODS[variant])
+        draw(panels[int(kind == "real")], LENGTHS, times, styles[variant], METHODS[variant])
     for axes, kind in zip(panels, ("complex", "real"), strict=True):
         axes.set(xscale="log", yscale="log", xlabel="positions", title=f"16 {kind} states per channel")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
     panels[0].set_ylabel("forward and backward pass, ms")
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.suptitle(f"one core, {describe(rows)}", fontsize="medium")
     figure.savefig(DOCS / "operators.png", dpi=100)
 
 
 def describe(rows: list[report.Row]) -> str:
     about = rows[-1]
-    return f"{about['processor']}, float32, torch {about['torch']}, allocator {about['allocator']}, {about['date']}"
+    return f"{about['processor']}, float32, torch {about['torch']}, {about['allocator']}, {about['date'][:10]}"
 
 
 def fill(page: str, name: str, lines: list[list[str]], about: str) -> None:
@@ -158,14 +159,14 @@ def fill(page: str, name: str, lines: list[list[str]], about: str) -> None:
 def fill_tables(rows: list[report.Row]) -> None:
     about, lines = describe(rows), [["method, states", *(f"{length:,}" for length in LENGTHS)]]
     for (kind, variant), points in curves(rows).items():
-        lines.append([f"{METHODS[variant]}, {kind}", *(cell(row, ", {both_mb} MB") for row in points)])
+        lines.append([f"{METHODS[variant]}, {kind}", *(cell(row, ", {both_mb}") for row in points)])
     fill("operators.md", "curves", lines, about)
     lines = [["average", *AVERAGES.values()]]
     for case, size in {target[1:3]: None for target in acceptance.TARGETS if target.case.endswith("_ema")}:
-        found = select(rows, case, size)
-        lines.append([f"`{case}`, {size}", *(cell(found.get(variant)) for variant in AVERAGES)])
+        if "original" in (found := select(rows, case, size)):
+            lines.append([f"`{case}`, {size}", *(cell(found.get(variant)) for variant in AVERAGES)])
     fill("operators.md", "averages", lines, about)
-    lines = [[*line[:3], line[4]] for line in acceptance.lines(rows) if line[4] != "not measured"]
+    lines = [[line[0], line[2], line[4]] for line in acceptance.lines(rows) if line[4] != "not measured"]
     fill("performance.md", "ratios", lines, about)
 
 
@@ -181,8 +182,8 @@ def figure(number: float) -> str:
 
 
 if __name__ == "__main__":
-    measured = measurements()
-    draw_operators(measured)
-    fill_tables(measured)
+    if measured := measurements():
+        draw_operators(measured)
+        fill_tables(measured)
     draw_performance()
     draw_results()
