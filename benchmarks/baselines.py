@@ -1,6 +1,7 @@
 """Baselines of the ops: the operations of the original code in the original order, and PyTorch's own kernels."""
 
 import math
+from functools import cache
 from unittest import mock
 
 import numpy as np
@@ -8,12 +9,10 @@ import torch
 from torch import nn
 from torch.nn.attention import sdpa_kernel
 
-from luna_mega.kernels.api import damped_ema, diagonal_ssm_coefficients, diagonal_ssm_step, use_backend
-from luna_mega.kernels.gated_attention.reference import laplace, relu2, weights
+from luna_mega.kernels.api import damped_ema, use_backend
+from luna_mega.kernels.gated_attention.reference import weights
 from luna_mega.kernels.luna_attention import torch_backend as attention_backend
 from luna_mega.kernels.moving_average import torch_backend as ema_backend
-from luna_mega.kernels.support import upcast_dtype
-from luna_mega.modeling_common.layout import DENSE
 
 
 def original_luna_attention(query, pack_query, key, value, project, *, context_mask=None):
@@ -79,6 +78,39 @@ def original_damped_ema(x, input_logit, damping_logit, expansion, projection, sk
     return nn.functional.silu(average.transpose(1, 2) + x * skip)
 
 
+@cache
+def _mega_of_transformers(channels, states, directions):
+    from transformers.models.deprecated.mega.modeling_mega import MegaConfig, MegaMultiDimensionDampedEma
+
+    config = MegaConfig(hidden_size=channels, ema_projection_size=states, bidirectional=directions == 2)
+    return MegaMultiDimensionDampedEma(config)
+
+
+def transformers_damped_ema(x, input_logit, damping_logit, expansion, projection, skip):
+    """Compute `damped_ema` with Mega's module of transformers 4.46, if this version is installed."""
+    channels, states = x.shape[2], projection.shape[1]
+    module = _mega_of_transformers(channels, states, len(projection) // channels)
+    logits = {"damping_factor": input_logit, "decay_factor": damping_logit, "ema_expansion_matrix": expansion}
+    parameters = {name: tensor[..., None] for name, tensor in logits.items()}
+    parameters |= {"kernel_projection_matrix": projection, "residual_weight": skip}
+    return torch.func.functional_call(module, parameters, (x.transpose(0, 1),))[0].transpose(0, 1)
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.clone()
+
+
+def copy(x, *parameters, **options):
+    """Return a copy of x, and in the backward pass of the gradient: the least that an op reads and writes."""
+    return _Copy.apply(x)
+
+
 def original_complex_ema(x, input_logit, damping_logit, phase_logit, projection, skip):
     """Compute `complex_ema` as XuezheMax/megalodon does: all N L powers of q in memory, and the next power of two."""
     length, states = x.shape[1], input_logit.shape[1]
@@ -96,19 +128,14 @@ def original_complex_ema(x, input_logit, damping_logit, phase_logit, projection,
     return (average + skip[:, None] * signal).transpose(1, 2)
 
 
-def original_diagonal_ssm(x, log_decay, phase, weight, skip):
-    """Compute `diagonal_ssm` as S4D does: all N L powers of q in memory, and an FFT of 2 L positions."""
-    length, channels = x.shape[1:]
-    log_q = torch.complex(log_decay, phase)
+def s4d(x, log_decay, phase, weight, skip):
+    """Compute `diagonal_ssm` by S4D's formula: all N L powers of q in memory, and an FFT of 2 L positions."""
+    length = x.shape[1]
+    log_q = log_decay if phase is None else torch.complex(log_decay, phase)
     powers = torch.exp(log_q[..., None] * torch.arange(length, device=x.device))
-    kernel = torch.einsum("dn,dnl->dl", torch.view_as_complex(weight), powers).real
-    signal, result = x.transpose(1, 2), 0.0
-    for own, rows in ((signal, kernel[:channels]), (signal.flip(2), kernel[channels:])):
-        if len(rows):
-            product = torch.fft.rfft(own, n=2 * length) * torch.fft.rfft(rows, n=2 * length)
-            average = torch.fft.irfft(product, n=2 * length)[..., :length]
-            result = result + (average if own is signal else average.flip(2))
-    return (result + skip[:, None] * signal).transpose(1, 2)
+    kernel = torch.einsum("dn,dnl->dl", _numbers(log_decay, phase, weight)[1], powers).real
+    product = torch.fft.rfft(x.mT, n=2 * length) * torch.fft.rfft(kernel, n=2 * length)
+    return torch.fft.irfft(product, n=2 * length)[..., :length].mT + skip * x
 
 
 def loop_diagonal_ssm(x, log_decay, phase, weight, skip):
@@ -134,27 +161,10 @@ def scan_diagonal_ssm(x, log_decay, phase, weight, skip):
     return (c * states).real.sum(-1) + skip * x
 
 
-def steps_diagonal_ssm(x, log_decay, phase, weight, skip):
-    """Compute `diagonal_ssm` with one step per position, and coefficients that are computed once."""
-    kept = diagonal_ssm_coefficients(log_decay, phase, weight, dtype=upcast_dtype(x, weight))
-    state, outputs = x.new_zeros(len(x), x.shape[2], *weight.shape[1:]), []
-    for value in x.unbind(1):
-        output, state = diagonal_ssm_step(value, state, log_decay, phase, weight, skip, coefficients=kept)
-        outputs.append(output)
-    return torch.stack(outputs, 1)
-
-
-def fft_real_ssm(x, log_decay, phase, weight, skip):
-    """Compute `diagonal_ssm` with real states by FFT, with all N L powers of q in memory."""
-    length = x.shape[1]
-    powers = torch.exp(log_decay[..., None] * torch.arange(length, device=x.device))
-    kernel = torch.einsum("dn,dnl->dl", weight, powers)
-    product = torch.fft.rfft(x.mT, n=2 * length) * torch.fft.rfft(kernel, n=2 * length)
-    return torch.fft.irfft(product, n=2 * length)[..., :length].mT + skip * x
-
-
 def lfilter_ssm(x, log_decay, phase, weight, skip):
     """Compute `diagonal_ssm` with real states by one `scipy.signal.lfilter` per state, with gradients."""
+    if phase is not None:
+        raise ValueError("real states only")
     return _Filters.apply(x, log_decay.exp(), weight) + skip * x
 
 
@@ -208,29 +218,3 @@ def original_gated_attention(query, key, value, bias, *, function, causal, chunk
     chunk = chunk_size or query.shape[1]
     query, key, value = (x.unflatten(1, (-1, chunk)) for x in (query, key, value))
     return (weights(query, key, bias, None, function, causal).to(value.dtype) @ value).flatten(1, 2)
-
-
-def original_mega_layer(layer, x):
-    """Compute the gated attention layer as facebookresearch/mega does, for lengths that are multiples of the chunk."""
-    normed = layer.norm(x, DENSE)
-    value = nn.functional.silu(layer.v_proj(normed))
-    average = layer.ema_gate
-    logits = (average.damping_factor, average.decay_factor, average.ema_expansion_matrix)
-    parameters = (*(tensor.squeeze(-1) for tensor in logits), average.kernel_projection_matrix)
-    base = layer.mx_proj(original_damped_ema(normed, *parameters, average.residual_weight))
-    update, shared, reset, candidate = base.split(layer.sizes, dim=-1)
-    shared, reset = nn.functional.silu(shared), nn.functional.silu(reset)
-    query, key = (shared[..., None, :] * layer.qk_weight + layer.qk_bias).unbind(dim=-2)
-    chunk = layer.config.attention_chunk or x.shape[1]
-    query, key, value = (tensor.unflatten(1, (-1, chunk)) for tensor in (query, key, value))
-    position = torch.arange(chunk, device=x.device)
-    bias = layer.rel_pos_bias(chunk)[chunk - 1 + position - position[:, None]]
-    if layer.config.attention_activation == "softmax":
-        scores = (query / math.sqrt(query.shape[-1])) @ key.transpose(-1, -2) + bias
-        weights = torch.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    else:
-        function = {"laplace": laplace, "relu2": relu2}[layer.config.attention_activation]
-        weights = function(query @ key.transpose(-1, -2) / chunk + bias)
-    attended = (weights @ value).flatten(1, 2)
-    attended = nn.functional.silu(candidate + layer.h_proj(attended * reset))
-    return x + update.sigmoid() * (attended - x)

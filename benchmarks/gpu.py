@@ -20,12 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from tables import join
+from report import commit, join
 
 FOLDER = Path(__file__).resolve().parent
 Row = dict[str, object]
-# An operator falls short above this multiple of its floor, and eager mode above this multiple of the graph.
-TIMES_FLOOR, TIMES_GRAPH = 4.0, 1.5
+TIMES_GRAPH = 1.5  # eager mode falls short above this multiple of the time of the graph
 
 
 class Gate:
@@ -33,7 +32,7 @@ class Gate:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.start = arguments, time.monotonic()
-        self.about: Row = {"date": time.strftime("%Y-%m-%d"), "commit": _commit(), "dry": arguments.dry}
+        self.about: Row = {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "dry": arguments.dry}
         self.jobs: dict[str, list[list]] = {"checks": [], "times": []}
         self.rows: dict[tuple, Row] = {}
         self.running: set[subprocess.Popen] = set()
@@ -139,8 +138,6 @@ class Gate:
                 lines.append(f"{about}: {row['result']}")
             if self.arguments.dry or (best := row.get("graph", row.get("eager"))) is None:
                 continue
-            if best > TIMES_FLOOR * row.get("floor", best):
-                lines.append(f"{about}: {best:.3f} ms, {best / row['floor']:.1f} times its floor")
             peer = self.rows.get((part, row.get("peer"), size, key), {})
             if best > (other := peer.get("graph", peer.get("eager", best))):
                 lines.append(f"{about}: {best:.3f} ms, {row['peer']} {other:.3f} ms")
@@ -156,8 +153,8 @@ class Gate:
         text += f"{results.count('ok')} of {len(results)} checks passed.\n\n## Fell short\n\n"
         text += "".join(f"- {line}\n" for line in short) or "Nothing.\n"
         for part, title in (("ops", "Operators"), ("model", "Models")):
-            columns = ["eager", "host", "graph", "floor"][: 4 if part == "ops" else 3]
-            lines = [["name", "size", "pass", *(f"{column} (ms)" for column in columns)], ["---"] * (3 + len(columns))]
+            columns = ["eager", "host", "graph"]
+            lines = [["name", "size", "pass", *(f"{column} (ms)" for column in columns)]]
             for row in (row for row in rows if row["part"] == part and "eager" in row):
                 figures = (f"{row[column]:.3f}" if column in row else "" for column in columns)
                 lines.append([row["name"], row["size"], row["pass"], *figures])
@@ -166,15 +163,6 @@ class Gate:
         (self.arguments.output / "gpu.md").write_text(text, encoding="utf-8")
         result = {"about": self.about, "rows": rows, "short": short}
         (self.arguments.output / "gpu.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
-
-
-def _commit() -> str:
-    """Return the commit of the checkout, or an empty string without git or its data."""
-    command = ["git", "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, cwd=FOLDER, capture_output=True, encoding="utf-8").stdout.strip()
-    except FileNotFoundError:
-        return ""
 
 
 def _name(job: list) -> str:
@@ -194,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     found = [row for row in gate.rows.values() if row["part"] == "operator" and row["result"] != "ok"]
     wrong = {row["name"].split(":")[0].split(" ")[0] for row in found if "cuda graph" not in row["name"]}
     for job in gate.jobs["times"][:1]:
-        job[1] = [op for op in job[1] if op not in wrong]
+        job[2] = [entry for entry in job[2] if entry[1] not in wrong]
     gate.run_in_turn(gate.jobs["times"])
     gate.timer.cancel()
     print("\nFell short:", *(gate.short() or ["nothing"]), sep="\n  ")

@@ -4,63 +4,27 @@ A job prints rows: a check with its result, or a measurement in milliseconds. If
 support the models, jobs that need models are skipped, and the reason is printed.
 """
 
-import importlib
 import json
 import os
 import statistics
 import sys
 import time
-import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import torch
+from cases import CASES, MISSING, words
+from measure import passes
 
-
-def import_package() -> str | None:
-    """Import the package, or if its models cannot be imported only the kernels; return why."""
-    try:
-        importlib.import_module("luna_mega")
-    except Exception as error:  # whatever an unsupported transformers raises
-        package = types.ModuleType("luna_mega")
-        package.__path__ = [str(ROOT), str(ROOT / "luna_mega")]
-        sys.modules["luna_mega"] = package
-        return f"skipped: the models cannot be imported: {_words(error)}"
-    return None
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip().replace("\n", " ")[:300]
-
-
-MISSING = import_package()
-
-import torch  # noqa: E402
-
-from luna_mega import compat  # noqa: E402
-from tests.kernels import gpu  # noqa: E402
+from luna_mega import compat
+from tests.kernels import gpu
 
 if MISSING is None:
-    import floors
-    from cases import CASES
-    from measure import passes
-
     from tests.kernels import steps
 
 Row = dict[str, object]
-# Case of cases.py -> the number of its sizes on a GPU that are measured, the first ones.
-OPS = {
-    "luna_attention": 2,
-    "luna_causal_attention": 2,
-    "damped_ema": 3,
-    "complex_ema": 1,
-    "diagonal_ssm": 3,
-    "timestep_norm": 1,
-    "gated_attention": 4,
-}
 # Variant -> case, the most important ones first.
 MODELS = {
     "luna_128": "encoders",
@@ -72,6 +36,7 @@ MODELS = {
     "luna_32": "decoders",
     "modernbert_sdpa": "encoders",
 }
+PEERS = {"encoders": "roberta_sdpa", "decoders": "llama_sdpa"}
 MODEL_SIZES = [{"n": 512, "b": 8}, {"n": 4096, "b": 16}]
 TOY_MODEL = {"n": 64, "b": 1, "hidden_size": 64, "num_hidden_layers": 1}
 
@@ -81,8 +46,8 @@ def failure(error: Exception) -> str:
     found = compat.installed("transformers")
     oldest, untested = map(compat.Version, compat.SUPPORTED["transformers"])
     if oldest <= found < untested:
-        return f"failed: {_words(error)}"
-    return f"skipped: transformers {found} is not supported: {_words(error)}"
+        return f"failed: {words(error)}"
+    return f"skipped: transformers {found} is not supported: {words(error)}"
 
 
 def list_jobs(dry: bool = False) -> Iterator[Row]:
@@ -92,14 +57,30 @@ def list_jobs(dry: bool = False) -> Iterator[Row]:
     versions = {name: str(compat.installed(name)) for name in ("torch", "triton", "transformers")}
     device = torch.cuda.get_device_name() if gpu.GPU else "CPU"
     yield {"part": "about", "device": device, "python": sys.version.split()[0], **versions}
-    jobs = check_jobs(gpu.ONE if dry else gpu.NAMES)
+    times, jobs = measurements(dry), check_jobs(gpu.ONE if dry else gpu.NAMES)
     jobs += [["step", name] for name in (steps.STEPS if MISSING is None else ["all"])]
-    if MISSING is None and not dry:
-        sizes = [[op, "luna_mega", size] for op, count in OPS.items() for size in CASES[op].gpu[:count]]
-        sizes += [[case, name, size] for name, case in MODELS.items() for size in MODEL_SIZES]
-        jobs += [["compile", case, variant, {**size, "b": 2}] for case, variant, size in sizes]
-    models = [["model", name, dry] for name in MODELS]
-    yield {"part": "jobs", "checks": jobs, "times": [["ops", list(OPS), dry], *models]}
+    if not dry:
+        made = {json.dumps(entry[1:4]): entry[1:4] for _, _, entries in times for entry in entries}
+        jobs += [["compile", case, variant, {**size, "b": 2}] for case, variant, size in made.values()]
+    yield {"part": "jobs", "checks": jobs, "times": times}
+
+
+def measurements(dry: bool) -> list[list]:
+    """Return the jobs that measure ops and models: `[part, name, [name, case, variant, size, fields of the row] ...]`.
+
+    Ops are measured next to copies of their input and output, and models next to a model of equal size.
+    """
+    ops, models = [], []
+    for case in (CASES[name] for name in gpu.OPS):
+        for size in (case.check or case.sizes)[:1] if dry else case.gpu[:3]:
+            names = {case.name: case.ours} | ({f"{case.name} copy": "copy"} if "copy" in case.variants else {})
+            pairs = product(names.items(), ("forward", "both"))
+            ops += [[name, case.name, variant, size, {"pass": key}] for (name, variant), key in pairs]
+    for name, case in MODELS.items():
+        keys = ("forward", "both") if case == "encoders" else ("both",)
+        sizes, fields = [TOY_MODEL] if dry else MODEL_SIZES, [{"pass": key, "peer": PEERS[case]} for key in keys]
+        models.append(["model", name, [[name, case, name, *entry] for entry in product(sizes, fields)]])
+    return [["ops", "all", ops], *models]
 
 
 def check_jobs(names: list[str]) -> list[list]:
@@ -115,7 +96,7 @@ def check_jobs(names: list[str]) -> list[list]:
 def compile_kernels(case: str, variant: str, size: dict) -> Iterator[Row]:
     """Compile kernels that are measured later; the measurement reports the errors."""
     try:
-        for run in passes(CASES[case].make(variant, gpu.DEVICE, gpu.DTYPE, size))[0].values():
+        for run in passes(CASES[case].make(variant, gpu.DEVICE, gpu.DTYPE, size)).values():
             run()
     except Exception as error:
         if "CUDA error" in str(error):
@@ -125,7 +106,7 @@ def compile_kernels(case: str, variant: str, size: dict) -> Iterator[Row]:
 
 def check_operator(name: str, check: str, *options: Any) -> Iterator[Row]:
     """Run a check of a call of an operator."""
-    row = _checked(lambda name: getattr(gpu, check)(name, *options), name, lambda error: f"failed: {_words(error)}")
+    row = _checked(lambda name: getattr(gpu, check)(name, *options), name, lambda error: f"failed: {words(error)}")
     about = f"{name.strip()}: {check.replace('_', ' ')}"
     yield {"part": "operator", "name": ", ".join((about, *map(str, options))), **row}
 
@@ -145,46 +126,24 @@ def _checked(check: Callable[[str], None], name: str, failed: Callable[[Exceptio
     return {"result": result, "seconds": time.perf_counter() - start}
 
 
-def time_operators(names: list[str], dry: bool) -> Iterator[Row]:
-    """Measure operators and compare them with their floors."""
-    dtype = str(gpu.DTYPE).removeprefix("torch.")
-    rates = floors.Rates(1e10, 1e10, 1e10, None) if dry else floors.rates(gpu.DEVICE.type, dtype)
-    yield {"part": "about", "rates": vars(rates)}
-    entries = []
-    for case in (CASES[name] for name in names):
-        for size in (case.parity or case.sizes)[:1] if dry else case.gpu[: OPS[case.name]]:
-            forward, backward = (rates.milliseconds(x) for x in case.floor(gpu.DTYPE.itemsize, **size))
-            found = {"forward": {"floor": forward}, "both": {"floor": forward + backward}}
-            entries.append((case.name, case.name, case.ours, size, found))
-    yield from _time("ops", entries)
-
-
-def time_model(variant: str, dry: bool) -> Iterator[Row]:
-    """Measure a training step of a model, and inference of an encoder."""
-    case = MODELS[variant]
-    peer = {"peer": {"encoders": "roberta_sdpa", "decoders": "llama_sdpa"}[case]}
-    found = {"forward": peer, "both": peer} if case == "encoders" else {"both": peer}
-    sizes = [TOY_MODEL] if dry else MODEL_SIZES
-    yield from _time("model", [(variant, case, variant, size, found) for size in sizes])
-
-
-def _time(part: str, entries: list[tuple]) -> Iterator[Row]:
+def measure(part: str, _: str, entries: list[tuple]) -> Iterator[Row]:
     """Yield the milliseconds of each pass.
 
     All eager calls run first, because a failed capture of a CUDA graph can make later calls fail.
     """
-    made = []
-    for name, case, variant, size, found in entries:
-        runs, label = None, " ".join(f"{key}={value}" for key, value in size.items())
-        for key, more in found.items():
-            row = {"part": part, "name": name, "size": label, "pass": key, **more}
-            try:
-                runs = runs or passes(CASES[case].make(variant, gpu.DEVICE, gpu.DTYPE, size))[0]
-                row |= {"eager": _median(runs[key]), "host": _host(runs[key], 3)}
-                made.append((row, runs[key]))
-            except Exception as error:
-                row |= {"result": failure(error)}
-            yield row
+    made, runs, last = [], {}, None
+    for name, case, variant, size, about in entries:
+        row = {"part": part, "name": name, "size": " ".join(f"{key}={value}" for key, value in size.items()), **about}
+        try:
+            if last != (case, variant, size):
+                runs = passes(CASES[case].make(variant, gpu.DEVICE, gpu.DTYPE, size))
+                last = (case, variant, size)
+            run = runs[about["pass"]]
+            row |= {"eager": _median(run), "host": _host(run, 3)}
+            made.append((row, run))
+        except Exception as error:
+            row |= {"result": failure(error)}
+        yield row
     for row, run in made:
         torch.cuda.empty_cache()
         try:
@@ -192,7 +151,7 @@ def _time(part: str, entries: list[tuple]) -> Iterator[Row]:
             yield row | {"graph": _median(replay)}
             del replay, results
         except Exception as error:
-            yield row | {"result": f"no CUDA graph: {_words(error)}"}
+            yield row | {"result": f"no CUDA graph: {words(error)}"}
 
 
 def _median(run: Callable[[], object]) -> float:
@@ -229,15 +188,15 @@ JOBS = {
     "compile": compile_kernels,
     "operator": check_operator,
     "step": check_step,
-    "ops": time_operators,
-    "model": time_model,
+    "ops": partial(measure, "ops"),
+    "model": partial(measure, "model"),
     "dry": dry_run,
 }
 
 
 def run(name: str, *arguments: object) -> Iterator[Row]:
     """Yield the rows of a job."""
-    if MISSING and name in ("step", "ops", "model"):
+    if MISSING and name in ("step", "model"):
         yield {"part": name, "name": str(arguments[0]), "result": MISSING}
     else:
         yield from JOBS[name](*arguments)

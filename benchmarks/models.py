@@ -1,10 +1,16 @@
 """Models of equal size from this package and from transformers: about 23 million parameters, and two image models.
 
 By default they have a width of 512 and a vocabulary of 8,000. The width of the feed-forward layers is chosen so that
-the sizes are equal. Dropout is 0; all other options have the defaults of each model.
+the sizes are equal. Dropout is 0 unless stated otherwise; all other options have the defaults of each model.
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForImageClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForSequenceClassification,
+)
 
 from luna_mega import (
     LunaConfig,
@@ -13,6 +19,7 @@ from luna_mega import (
     MegaConfig,
     MegaForCausalLM,
     MegaForImageClassification,
+    MegaForSequenceClassification,
     MegalodonConfig,
     MegalodonForCausalLM,
     MegaModel,
@@ -27,13 +34,10 @@ _MEGA |= {"nffn_activation_dropout_prob": 0.0}
 VOCABULARY = 8000
 _SIZE = {"vocab_size": VOCABULARY, "hidden_size": 512, "num_hidden_layers": 6}
 
-# Fields of the models of bytes, about 3.2 million parameters: Luna's own size for Text of Long Range Arena.
+# Fields of the models of bytes, about 3.2 million parameters.
 _BYTES = {"vocab_size": 262, "hidden_size": 256, "num_hidden_layers": 4}
-TEXT = {**_BYTES, "num_attention_heads": 4, "intermediate_size": 1024}
-TEXT_LUNA = {**TEXT, "intermediate_size": 896}
-TEXT_MEGA = {**_BYTES, "intermediate_size": 512, "nffn_hidden_size": 448, "shared_representation_size": 64}
-TEXT_MEGALODON = {**_BYTES, "intermediate_size": 592, "value_size": 512, "shared_representation_size": 64}
-TEXT_MEGALODON |= {"chunk_size": 128}
+# Fields of classifiers with about 1.8 million parameters, trained with the dropout of their configurations.
+_SMALL = {"vocab_size": VOCABULARY, "hidden_size": 128, "num_hidden_layers": 4}
 
 
 def luna(n, **fields):
@@ -73,21 +77,6 @@ def modernbert(n, **fields):
     return encoder("modernbert", n, {"attn_implementation": "sdpa"}, **sizes)
 
 
-def longformer(n, **fields):
-    """Return a Longformer with windows of 512, and no token that attends to all."""
-    return encoder("longformer", n + 2, {"add_pooling_layer": False}, **fields)
-
-
-def big_bird(n, **fields):
-    """Return a BigBird with blocks of 64, 3 of them random; below 705 positions it attends to all by itself."""
-    return encoder("big_bird", n, {"add_pooling_layer": False}, **fields)
-
-
-def nystromformer(n, **fields):
-    """Return a Nystromformer with 64 landmarks, which supports one length, a multiple of 64."""
-    return encoder("nystromformer", n, segment_means_seq_len=n, **fields)
-
-
 def luna_lm(n, **fields):
     fields = {**_SIZE, **_LUNA, "max_position_embeddings": n, "projection_length": 32, "is_decoder": True, **fields}
     return LunaForCausalLM(LunaConfig(**fields))
@@ -102,6 +91,32 @@ def megalodon_lm(n, **fields):
     sizes = {"num_attention_heads": 1, "shared_representation_size": 128, "value_size": 1024, "intermediate_size": 1184}
     fields = {**_SIZE, **sizes, "chunk_size": 512, "tie_word_embeddings": True, **fields}
     return MegalodonForCausalLM(MegalodonConfig(**fields))
+
+
+def luna_bytes(n, **fields):
+    return luna_lm(n, **{**_BYTES, "num_attention_heads": 4, "intermediate_size": 896, **fields})
+
+
+def mega_bytes(n, **fields):
+    sizes = {"intermediate_size": 512, "nffn_hidden_size": 448, "shared_representation_size": 64, "chunk_size": 128}
+    return mega_lm(n, **{**_BYTES, **sizes, **fields})
+
+
+def megalodon_bytes(n, **fields):
+    sizes = {"intermediate_size": 592, "value_size": 512, "shared_representation_size": 64, "chunk_size": 128}
+    return megalodon_lm(n, **{**_BYTES, **sizes, **fields})
+
+
+def mega_small(n, **fields):
+    """Return a classifier that attends to all positions."""
+    sizes = {"intermediate_size": 256, "nffn_hidden_size": 128, "shared_representation_size": 64}
+    fields = {**_SMALL, **sizes, "normalization_type": "layernorm", "max_positions": n, **fields}
+    return MegaForSequenceClassification(MegaConfig(**fields))
+
+
+def bert_small(n, **fields):
+    sizes = {"num_attention_heads": 2, "intermediate_size": 512, "max_position_embeddings": n}
+    return AutoModelForSequenceClassification.from_config(AutoConfig.for_model("bert", **{**_SMALL, **sizes, **fields}))
 
 
 def decoder(kind, **fields):
@@ -131,9 +146,6 @@ def vit(**fields):
 
 
 def count_parameters(model):
-    """Count parameters without tables of positions, and without Longformer's for tokens that attend to all.
-
-    Neither costs time here: of a table each position reads one row.
-    """
-    unused = ("position_embeddings", "wpe.", "_global.")
+    """Count parameters without tables of positions, of which each position reads one row."""
+    unused = ("position_embeddings", "wpe.")
     return sum(p.numel() for name, p in model.named_parameters() if not any(part in name for part in unused))

@@ -1,185 +1,156 @@
-"""Measure ops and models of the registry and their baselines in one run.
+"""Measure ops and models of the table, and what they are compared with, in turn in one process.
 
-    python benchmarks/run.py                              everything (about 40 minutes on 2 cores)
+    python benchmarks/run.py                              everything
     python benchmarks/run.py --quick                      the first size of every case
-    python benchmarks/run.py luna_attention               one case
-    python benchmarks/run.py encoders --lengths 512 16384 --time-limit 120
-    python benchmarks/run.py timestep_norm --turns 21     alternating variants, for machines whose speed drifts
-    python benchmarks/run.py decoding --turns 15 --threads 1 --lengths 512     milliseconds of a decoding step
-    python benchmarks/run.py memory --device cuda --lengths 131072     peak bytes per token of a training step
-    python benchmarks/run.py ssm ssm_real --threads 1 --lengths 512 4096     state space models
+    python benchmarks/run.py damped_ema diagonal_ssm      some cases
+    python benchmarks/run.py damped_ema --size b=1 n=2048 states=4    other sizes
+    python benchmarks/run.py encoders --lengths 512 4096 --variants roberta_sdpa mega_chunk_128 mega_chunk_128@torch
+    python benchmarks/run.py diagonal_ssm --threads 1 2   the same with two threads, in turn
+    python benchmarks/run.py damped_ema --instructions avx2    as on a processor without AVX-512
+    python benchmarks/run.py memory --rounds 0            peak memory; the time is that of the first call
     python benchmarks/run.py --device cuda --dtype bfloat16    on a GPU, with the Triton kernels
 
-Prints the tables and writes them to results.md in --output, all figures to results.json and results.csv, and one plot
-for each case. Nothing is measured if the variants of a case do not agree, or if compared models differ in size.
+Prints a table for each case: the milliseconds of a forward pass without gradients and of forward and backward pass
+(minima; on a GPU, medians), and the peak memory of the latter. The first variant is the baseline of the ratios. All
+figures are written to --output. Nothing is measured if the variants of a case do not agree, or if compared models
+differ in size.
 """
 
 import argparse
-import csv
-import dataclasses
-import datetime
-import json
-import multiprocessing
+import importlib
 import os
-import platform
+import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from cases import CASES
-from floors import rates
-from measure import agree, limit_memory, measure, parameters, take_turns
-from tables import SIZES, markdown, plot
-from tqdm import tqdm
-from transformers import __version__ as transformers_version
+from cases import CASES, Case, Size
+from measure import agree, limit_memory, measure
+from report import Row, commit, join, machine, results_file, size_text, write
 
-import luna_mega
+from luna_mega.kernels.api import explain
+from luna_mega.kernels.moving_average import native
+
+# Option -> level of the native library, and the environment of PyTorch's kernels, MKL and oneDNN.
+INSTRUCTIONS = {
+    "avx512": (2, "avx512", "AVX512", "AVX512_CORE"),
+    "avx2": (1, "avx2", "AVX2", "AVX2"),
+    "baseline": (0, "default", "SSE4_2", "SSE41"),
+}
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help=f"cases to run (default: all): {', '.join(CASES)}")
     parser.add_argument("--quick", action="store_true", help="the first size of every case only")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 = as PyTorch chooses")
-    parser.add_argument("--lengths", type=int, nargs="+", help="measure only these lengths n")
-    parser.add_argument("--time-limit", type=float, help="maximum seconds of a row; CPU only")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="numbers of CPU threads")
+    parser.add_argument("--clock", choices=("cpu", "wall"), help="default: cpu (processor time) for one thread")
+    parser.add_argument("--lengths", type=int, nargs="+", help="only these lengths n")
+    parser.add_argument("--size", nargs="+", default=[], metavar="FIELD=VALUE", help="replace fields of all sizes")
     parser.add_argument(
-        "--turns", type=int, metavar="N", help="alternate the variants N times on the CPU; print times only"
+        "--variants", nargs="+", help="variants, the baseline first; `torch` or `NAME@torch`: a backend"
     )
-    parser.add_argument(
-        "--variants", nargs="+", help="variants for --turns, the baseline of the ratios first; default all"
-    )
-    parser.add_argument("--output", type=Path, default=Path("outputs/benchmarks"))
+    parser.add_argument("--rounds", type=int, default=100, help="maximum number of repetitions")
+    parser.add_argument("--time-limit", type=float, default=30.0, help="maximum seconds of a variant, as predicted")
+    parser.add_argument("--instructions", choices=INSTRUCTIONS, help="instruction set on x86-64 (default: the best)")
+    parser.add_argument("--products", choices=("onednn",), help="library of float32 products, where it is faster")
+    parser.add_argument("--output", type=Path, help="JSON file (default: that of the processor in outputs/benchmarks)")
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.cases) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    if arguments.time_limit is not None and arguments.device == "cuda":
-        parser.error("--time-limit is only supported on a CPU, where each row has a separate process; remove it")
-    cases = [CASES[name] for name in arguments.cases or CASES]
-    if arguments.variants and not arguments.turns:
-        parser.error("--variants requires --turns")
-    for case in cases if arguments.variants else ():
-        if unknown := set(arguments.variants) - case.variants.keys():
-            parser.error(f"{case.name} has no variant {', '.join(unknown)}; it has {', '.join(case.variants)}")
-    if arguments.turns:
-        return _print_turns(cases, arguments)
-    rows = _rows(cases, arguments)
-    if not rows:
-        parser.error(f"no case has a length of {arguments.lengths}")
-    counts = {case.name: parameters(case.name) for case in cases if case.unit is not None}
-    for name, count in counts.items():
-        if max(count.values()) > 1.05 * min(count.values()):
-            print(f"models differ by more than 5 %, so nothing is measured: {name} {count}", file=sys.stderr)
-            return 1
+    arguments.clock = arguments.clock or ("cpu" if arguments.threads == [1] else "wall")
+    arguments.output = arguments.output or Path("outputs/benchmarks") / results_file().name
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    if arguments.instructions:
+        level, *names = INSTRUCTIONS[arguments.instructions]
+        libraries = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")
+        wanted = dict(zip(libraries, names, strict=True))
+        if not wanted.items() <= os.environ.items():  # the libraries read them when they are loaded
+            command = [sys.executable, __file__, *(sys.argv[1:] if argv is None else argv)]
+            return subprocess.run(command, env=os.environ | wanted).returncode
+        if native.library is not None:
+            native.library.moving_average_level(level)
+    if arguments.products:
+        importlib.import_module("luna_mega.training").use_onednn("cpu")
+    cases, tables, rows = [CASES[name] for name in arguments.cases or CASES], [], []
     for case in cases:
-        for size in case.parity:
-            if difference := agree(case.name, size, arguments.device, arguments.dtype):
-                print(f"parity fails, so nothing is measured: {difference}", file=sys.stderr)
+        for size in case.check:
+            if difference := agree(case, size, arguments.device, arguments.dtype):
+                print(f"variants disagree, so nothing is measured: {difference}", file=sys.stderr)
                 return 1
-    peaks = rates(arguments.device, arguments.dtype)
-    _measure_all(rows, arguments)
-    for row in rows:
-        if row["case"] in counts:
-            row["parameters"] = counts[row["case"]][row["variant"]]
-        row |= _per_second(CASES[row["case"]], row, peaks, getattr(torch, arguments.dtype).itemsize)
-    _write(rows, peaks, arguments)
-    return 0
-
-
-def _rows(cases, arguments):
-    return [
-        {"case": case.name, **size, "variant": variant}
-        for case in cases
-        for size, variant in case.measurements(arguments.device, arguments.quick)
-        if arguments.lengths is None or size.get("n") in arguments.lengths
-    ]
-
-
-def _print_turns(cases, arguments):
-    """Print the medians of alternating variants, and their ratios to the first variant."""
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
     for case in cases:
-        variants = arguments.variants or list(case.variants)
-        print(f"\n| {case.name} | pass (ms) | {' | '.join(variants)} |\n{'|---' * (2 + len(variants))}|")
-        for size in case.sizes[:1] if arguments.quick else case.sizes:
-            if arguments.lengths and size.get("n") not in arguments.lengths:
-                continue
-            label = " ".join(f"{field} = {value:,}" for field, value in size.items())
-            for name, medians in take_turns(case, variants, size, arguments.dtype, arguments.turns).items():
-                cells = [f"{median:,.1f} ({median / medians[0]:.2f})" for median in medians]
-                print(f"| {label} | {name} | {' | '.join(cells)} |", flush=True)
+        found, rates = [], {}
+        for size in sizes(case, arguments):
+            measured = measure(case, size, arguments.variants or list(case.variants), arguments, rates)
+            counts = [row["parameters"] for row in measured if "parameters" in row]
+            if counts and max(counts) > 1.05 * min(counts):
+                print(f"models differ by more than 5 %, so no time is printed: {case.name} {counts}", file=sys.stderr)
+                return 1
+            found += measured
+        if found:
+            tables.append(f"\n## {case.name}\n\n{table(found)}")
+            print(tables[-1], flush=True)
+        rows += found
+    write(arguments.output, about(arguments, argv), rows)
     return 0
 
 
-def _measure_all(rows, arguments):
-    """Measure all rows; on a CPU, each row in a separate process, because memory is measured per process.
-
-    The processes are forked from a server that has only loaded the modules.
-    """
-    context = multiprocessing.get_context("forkserver")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # before Python 3.13 the server does not inherit sys.path
-    context.set_forkserver_preload(["measure"])
-    for row in tqdm(rows, unit="measurement"):
-        size = {name: value for name, value in row.items() if name not in ("case", "variant")}
-        work = (row["case"], row["variant"], size, arguments.device, arguments.dtype, arguments.threads)
-        if arguments.device == "cuda":
-            row |= measure(*work)
-            torch.cuda.empty_cache()
-        else:
-            with context.Pool(1, initializer=limit_memory) as pool:
-                try:
-                    row |= pool.apply_async(measure, work).get(arguments.time_limit)
-                except multiprocessing.TimeoutError:
-                    row["error"] = f"more than {arguments.time_limit:g} s"
+def sizes(case: Case, arguments: argparse.Namespace) -> list[Size]:
+    """Return the sizes that the options select, without repetition."""
+    given = dict(text.split("=") for text in arguments.size)
+    given = {name: int(value) if value.lstrip("-").isdigit() else value for name, value in given.items()}
+    known = case.gpu if arguments.device == "cuda" else case.sizes
+    found = [size | given for size in (known[:1] if arguments.quick else known)]
+    found = [size for number, size in enumerate(found) if size not in found[:number]]
+    return [size for size in found if arguments.lengths is None or size.get("n") in arguments.lengths]
 
 
-def _per_second(case, row, peaks, width):
-    """Return the GB/s and TFLOP/s that the algorithm needs at least, and the floor in percent of the measured time."""
-    if case.floor is None or "error" in row:
-        return {}
-    sizes = {name: value for name, value in row.items() if name in SIZES}
-    forward, backward = case.floor(width, **sizes)
-    result = {}
-    for name, floor in (("forward", forward), ("backward", backward)):
-        seconds = row[f"{name}_ms"] / 1000
-        result[f"{name}_gb_per_s"] = floor.bytes / seconds / 1e9
-        result[f"{name}_tflop_per_s"] = (floor.flops + floor.float32) / seconds / 1e12
-        result[f"{name}_percent_of_floor"] = 100 * peaks.milliseconds(floor) / row[f"{name}_ms"]
-    return result
-
-
-def _write(rows, peaks, arguments):
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    versions = {"torch": torch.__version__, "transformers": transformers_version, "luna_mega": luna_mega.__version__}
-    device = torch.cuda.get_device_name() if arguments.device == "cuda" else f"{platform.machine()} CPU"
-    about = {
-        "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python", *sys.argv]),
-        "device": device,
-        "dtype": arguments.dtype,
-        "threads": arguments.threads or torch.get_num_threads(),
-        "rates": dataclasses.asdict(peaks),
-        "versions": versions,
+def about(arguments: argparse.Namespace, argv: list[str] | None) -> Row:
+    """Return the machine, versions and options of a run."""
+    names = ("device", "dtype", "clock", "instructions", "products")
+    return {
+        **machine(),
+        "commit": commit(),
+        "command": " ".join(["python benchmarks/run.py", *(sys.argv[1:] if argv is None else argv)]),
+        **{name: version(name) for name in ("torch", "transformers")},
+        **({"gpu": torch.cuda.get_device_name()} if arguments.device == "cuda" else {}),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "fp32_precision": torch.backends.mkldnn.matmul.fp32_precision,
+        "backend": explain("damped_ema", device=arguments.device),
+        **{name: getattr(arguments, name) for name in names},
     }
-    (arguments.output / "results.json").write_text(
-        json.dumps({"about": about, "rows": rows}, indent=1), encoding="utf-8"
-    )
-    fields = list(dict.fromkeys(field for row in rows for field in row))
-    with open(arguments.output / "results.csv", "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, fields)
-        writer.writeheader()
-        writer.writerows(rows)
-    text = f"`{about['command']}`\n\n{json.dumps(about)}\n"
-    for name in dict.fromkeys(row["case"] for row in rows):
-        case, found = CASES[name], [row for row in rows if row["case"] == name]
-        plot(case, found, arguments.output / f"{name}.png")
-        text += f"\n## {name}\n\n{markdown(case, found)}"
-    (arguments.output / "results.md").write_text(text, encoding="utf-8")
-    print(text)
+
+
+def table(rows: list[Row]) -> str:
+    """Return a Markdown table with one row for each size, variant and number of threads."""
+    lines = [["size", "variant", "threads", "forward (ms)", "both (ms)", "both (ns per element)", "memory (MB)"]]
+    first = {}
+    for row in rows:
+        size = size_text(row)
+        base = first.setdefault(size, row)
+        times = [row.get("error", "")] * ("error" in row) or [_time(row, base, name) for name in ("forward", "both")]
+        rate = f"{1e6 * row['both_ms'] / row['elements']:.2f}" if "both_ms" in row else ""
+        memory = f"{row['both_mb']:,.0f}" if "both_mb" in row else ""
+        lines.append([size, row["variant"], str(row["threads"]), *times, *[""] * (2 - len(times)), rate, memory])
+    return join(lines)
+
+
+def _time(row: Row, base: Row, name: str) -> str:
+    """Return milliseconds, and the time of the baseline divided by them."""
+    if (time := row.get(f"{name}_ms")) is None:
+        return ""
+    ratio = f" ({base[f'{name}_ms'] / time:.2f}x)" if row is not base and f"{name}_ms" in base else ""
+    return f"{time:,.2f}{ratio}"
 
 
 if __name__ == "__main__":
+    if not torch.cuda.is_available():  # the address space of CUDA is larger than the memory
+        limit_memory()
     sys.exit(main())

@@ -1,7 +1,5 @@
-"""The benchmark runner: incorrect ops get no figures, every size has a lower bound, and output can be parsed."""
+"""The benchmarks: variants that disagree get no figures, results are kept per processor, and a GPU is checked."""
 
-import csv
-import dataclasses
 import json
 import os
 import subprocess
@@ -16,172 +14,106 @@ def runner(import_benchmark):
     return import_benchmark("run")
 
 
-def test_failing_parity_test_prevents_figures(runner, monkeypatch, tmp_path, capsys):
+def test_variants_that_disagree_get_no_figures(runner, monkeypatch, tmp_path, capsys):
     case = runner.CASES["damped_ema"]
-    ours = case.variants[case.ours]
-
-    def wrong(*arguments, **size):
-        work = ours(*arguments, **size)
-        return type(work)(lambda: tuple(1.001 * output for output in work.forward()), work.leaves)
-
-    monkeypatch.setitem(case.variants, case.ours, wrong)
-    assert runner.main(["damped_ema", "--quick", "--device", "cpu", "--output", str(tmp_path)]) == 1
+    monkeypatch.setitem(case.variants, "original", lambda *leaves: 1.001 * case.variants["luna_mega"](*leaves))
+    assert runner.main(["damped_ema", "--quick", "--device", "cpu", "--output", str(tmp_path / "found.json")]) == 1
     printed = capsys.readouterr()
-    assert "parity fails, so nothing is measured: damped_ema" in printed.err
+    assert "variants disagree, so nothing is measured: damped_ema" in printed.err
     assert not printed.out and not list(tmp_path.iterdir())
 
 
-def test_floors(runner):
-    """Every size has a lower bound, on a CPU and on a GPU; its bytes grow with the size of an element."""
-    for case in runner.CASES.values():
-        for size in (*case.sizes, *case.long, *case.gpu):
-            if case.floor is not None:
-                for narrow, wide in zip(case.floor(2, **size), case.floor(4, **size), strict=True):
-                    assert 0 < 2 * narrow.bytes == wide.bytes
-                    assert narrow.flops + narrow.float32 > 0
-        for _, variant in case.measurements("cuda", quick=False):
-            assert variant in {**case.variants, **case.gpu_variants, **case.compiled}
-    from floors import Floor, Rates
-
-    assert Rates(10.0, 5.0, None, 2.0).milliseconds(Floor(20.0, 5.0, 9.0, 8.0)) == 4000.0
+def test_models_of_unequal_size_get_no_figures(runner, monkeypatch, tmp_path, capsys):
+    case = runner.CASES["decoders"]
+    monkeypatch.setitem(case.variants, "gpt2_sdpa", ("gpt2", {"n_inner": 512}))
+    sizes = ["--size", "n=9", "hidden_size=64", "num_hidden_layers=1", "--variants", "llama_sdpa", "gpt2_sdpa"]
+    assert runner.main(["decoders", *sizes, "--device", "cpu", "--output", str(tmp_path / "found.json")]) == 1
+    assert "models differ by more than 5 %, so no time is printed: decoders" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_written_files(runner, tmp_path, capsys):
-    arguments = ["gated_attention", "--quick", "--device", "cpu", "--threads", "1", "--output", str(tmp_path)]
-    assert runner.main(arguments) == 0
-    printed = capsys.readouterr().out
-    result = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert result["about"]["device"].endswith("CPU") and result["about"]["rates"]["bytes"] > 1e8
-    with open(tmp_path / "results.csv", encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["variant"] for row in rows] == ["luna_mega", "original"]
-    for row, written in zip(rows, result["rows"], strict=True):
-        for name in ("forward", "backward", "both"):
-            assert float(row[f"{name}_ms"]) == written[f"{name}_ms"] > 0
-        assert 0 < float(row["forward_percent_of_floor"]) < 150
-    assert (tmp_path / "gated_attention.png").stat().st_size > 5000
-    assert "luna_mega" in printed and "of the floor" in printed
-    lines = [
-        line for line in (tmp_path / "results.md").read_text(encoding="utf-8").splitlines() if line.startswith("|")
-    ]
-    assert lines[0].startswith("| n | function | chunk | luna_mega: forward, backward, both (ms), peak (MB) |")
-    assert lines[2].startswith("| 2048 | laplace | 128 |") and len({line.count("|") for line in lines}) == 1
+def test_results_are_added_to_a_file(runner, import_benchmark, tmp_path, capsys):
+    """A later run replaces rows with the same case, size, variant and settings, and keeps the others."""
+    path = tmp_path / "results" / "found.json"
+    options = ["--device", "cpu", "--rounds", "1", "--output", str(path)]
+    size = ["--size", "b=1", "d=24", "states=2", "directions=1"]
+    variants = ["--variants", "torch", "copy", "original", "luna_mega@nowhere", "absent"]
+    assert runner.main(["damped_ema", *size, "n=50", *variants, *options, "--threads", "1", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3].startswith("| size | variant | threads | forward (ms) | both (ms) | both (ns per element) |")
+    assert "| b=1 n=50 d=24 directions=1 states=2 | torch | 1 |" in lines[5] and "x) |" in lines[7]
+    assert len({line.count("|") for line in lines[3:13]}) == 1
+    assert runner.main(["damped_ema", *size, "n=50", "--variants", "copy", *options]) == 0
+    assert runner.main(["damped_ema", *size, "n=60", "--variants", "copy", *options]) == 0
+    runs, rows = json.loads(path.read_text(encoding="utf-8")), import_benchmark("report").read(path)
+    assert [len(run["rows"]) for run in runs] == [9, 1, 1] and len(rows) == 11
+    for row in rows:
+        assert row["processor"] and row["allocator"] and row["clock"] and row["torch"] == torch.__version__
+        if row["variant"] in ("torch", "copy", "original"):
+            assert 0 < row["forward_ms"] and 0 < row["both_ms"] and row["elements"] == 24 * row["size"]["n"]
+        else:
+            assert "nowhere" in row["error"] or "no variant absent" in row["error"]
+
+
+def test_slow_variants_are_left_out(runner, tmp_path, capsys):
+    """The time at one size predicts that of the next one."""
+    options = ["--size", "b=1", "d=2", "states=1", "real=1", "--lengths", "512", "4096", "--rounds", "1"]
+    options += ["--variants", "luna_mega", "loop", "--time-limit", "0.2", "--device", "cpu", "--threads", "1"]
+    assert runner.main(["diagonal_ssm", *options, "--output", str(tmp_path / "found.json")]) == 0
+    assert capsys.readouterr().out.count("more than 0.2 s") == 1
 
 
 TOY = {"hidden_size": 64, "num_hidden_layers": 1}
 TOYS = [
     ("encoders", {"n": 768, **TOY}),
-    ("text_efficiency", {"n": 768, **TOY}),
     ("decoders", {"n": 70, **TOY}),
     ("memory", {"n": 70, **TOY}),
-    ("decoding", {"n": 70, "beams": 4, **TOY}),
+    ("decoding", {"n": 70, "b": 4, **TOY}),
     ("images", {"b": 2, "size": 32, **TOY, "hidden_size": 96}),
-    ("ssm", {"b": 2, "n": 9, "states": 2}),
-    ("ssm_real", {"b": 2, "n": 9, "states": 2}),
+    ("trainer", {"n": 9, "steps": 1, **TOY}),
+    ("diagonal_ssm", {"b": 2, "n": 9, "states": 2, "real": 1}),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, size", TOYS)
-def test_models(runner, monkeypatch, name, size):
-    """Every variant runs; a row contains the memory, and the times of the passes in the case."""
-    from measure import measure
-
-    case = dataclasses.replace(runner.CASES[name], repeats=1)
-    monkeypatch.setitem(runner.CASES, name, case)
-    for variant in case.variants:
-        row = measure(name, variant, size, "cpu", "float32", 0)
-        assert "error" not in row, (variant, row)
-        assert {name for name in row if name.endswith("_ms")} >= {f"{name}_ms" for name in case.passes}
-        assert all(row[f"{name}_ms"] > 0 for name in case.passes) and "backward_ms" not in row
-
-
-def test_models_of_unequal_size_are_not_measured(runner, monkeypatch, tmp_path, capsys):
-    case = runner.CASES["decoders"]
-    make = case.variants["gpt2_sdpa"]
-    monkeypatch.setitem(case.variants, "gpt2_sdpa", lambda *size, **n: make(*size, **n, num_hidden_layers=7))
-    assert runner.main(["decoders", "--quick", "--device", "cpu", "--output", str(tmp_path)]) == 1
-    assert "models differ by more than 5 %, so nothing is measured: decoders" in capsys.readouterr().err
+def test_cases(runner, name, size):
+    """Every variant runs; a row contains the times and the memory of its passes."""
+    options = runner.parse(["--rounds", "0", "--device", "cpu"])
+    case = runner.CASES[name]
+    passes = {"decoding": ["forward"], "trainer": ["both"]}.get(name, ["forward", "both"])
+    for row in runner.measure(case, size, list(case.variants), options, {}):
+        assert "error" not in row and row["elements"] > 0, row
+        assert [f"{name}_ms" for name in passes] == [key for key in row if key.endswith("_ms") and row[key] > 0]
+        assert all(f"{name}_mb" in row for name in passes)
 
 
 @pytest.mark.slow
-def test_timeouts_are_reported(runner, tmp_path, capsys):
-    arguments = ["images", "--quick", "--device", "cpu", "--time-limit", "0.01", "--output", str(tmp_path)]
-    assert runner.main(arguments) == 0
-    assert "more than 0.01 s" in capsys.readouterr().out
-    text = (tmp_path / "results.md").read_text(encoding="utf-8")
-    assert text.count("more than 0.01 s") == 4 and "Inference (forward): images a second (peak MB)" in text
-
-
-def test_speeds(runner):
-    from tables import markdown
-
-    row = {"case": "encoders", "n": 512, "b": 2, "variant": "luna_128", "parameters": 23e6, "forward_mb": 1234.0}
-    text = markdown(runner.CASES["encoders"], [row | {"forward_ms": 100.0, "both_ms": 1e5, "both_mb": 2.0}])
-    assert "| luna_128 | 23.0 | 10,240 (1,234) |" in text and "| luna_128 | 23.0 | 10.24 (2) |" in text
-    text = markdown(runner.CASES["memory"], [row | {"both_ms": 1.0, "both_mb": 2.0}])
-    assert "peak bytes per token (peak MB)" in text and "| luna_128 | 23.0 | 2,048 (2) |" in text
-    text = markdown(runner.CASES["decoding"], [row | {"forward_ms": 12.34}])
-    assert "Decoding step: milliseconds\n" in text and "| luna_128 | 23.0 | 12.3 |" in text
-
-
-def test_relative_speed_and_memory(runner):
-    from measure import parameters
-    from tables import markdown
-
-    counts = parameters("text_efficiency").values()
-    assert max(counts) < 1.05 * min(counts)
-    case = runner.CASES["text_efficiency"]
-    rows = [
-        {"n": n, "variant": variant, "parameters": 3.2e6, "both_ms": 100.0 * n, "both_mb": 500.0}
-        for n in (1024, 2048)
-        for variant in case.variants
-    ]
-    found = {(row["variant"], row["n"]): row for row in rows}
-    found["luna_16", 1024] |= {"both_ms": 25.6e3, "both_mb": 125.0}
-    found["transformer_eager", 2048]["error"] = "more than 90 s"
-    eager, sdpa = markdown(case, rows).split("\n\nTraining step")
-    assert "batch 1, relative to transformer_eager (1,024: 0.01 steps a second, 500 MB; 2,048: more than 90 s)" in eager
-    assert "| luna_16 | 3.2 | 4.00x |  | 0.25x |  |" in eager
-    assert "| transformer_eager | 3.2 | 1.00x | more than 90 s | 1.00x | more than 90 s |" in eager
-    assert "| luna_16 | 3.2 | 4.00x | 1.00x | 0.25x | 1.00x |" in sdpa
-    assert "| transformer_eager | 3.2 | 1.00x | more than 90 s |" in sdpa
-
-
-def test_turns(runner, capsys):
-    assert runner.main(["timestep_norm", "--quick", "--turns", "1", "--variants", "layer_norm", "luna_mega"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "| timestep_norm | pass (ms) | layer_norm | luna_mega |"
-    for line, name in zip(lines[3:], ("forward", "both"), strict=True):
-        size, kind, baseline, ours = line.strip("| ").split(" | ")
-        assert size == "b = 1 n = 4,096" and kind == name and baseline.endswith("(1.00)") and "(" in ours
-    for options, message in (
-        (["--variants", "luna_mega"], "requires --turns"),
-        (["--turns", "1", "--variants", "x"], "no variant x"),
-    ):
-        with pytest.raises(SystemExit):
-            runner.main(["timestep_norm", *options])
-        assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_every_parity_holds(runner):
-    from measure import agree
-
+def test_all_variants_agree(runner):
     for case in runner.CASES.values():
-        for size in case.parity:
-            assert agree(case.name, size, "cpu", "float32") is None
+        for size in case.check:
+            assert runner.agree(case, size, "cpu", "float32") is None
 
 
-def test_unsupported_variant_is_reported(runner, monkeypatch):
-    from measure import measure
-
-    def fail(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
-
-    monkeypatch.setitem(runner.CASES["damped_ema"].variants, "original", fail)
-    assert measure("damped_ema", "original", {"n": 8}, "cpu", "float32", 0) == {"error": "CUDA out of memory."}
+def test_targets(runner, import_benchmark, tmp_path):
+    """Commands of the acceptance table measure what its rows read, and each row has both ratios."""
+    acceptance, rows = import_benchmark("acceptance"), []
+    for target in acceptance.TARGETS:
+        options = runner.parse(acceptance.command(target))
+        (name,) = options.cases
+        case = runner.CASES[name]
+        (size,) = runner.sizes(case, options)
+        row = {"case": name, "size": size, "products": options.products, "instructions": options.instructions}
+        for threads in options.threads:
+            for variant in options.variants:
+                case.variants[variant.partition("@")[0]]
+                time = 1.0 if variant == target.under else 3.0
+                passes = {"decoding": ["forward"], "trainer": ["both"]}.get(name, ["forward", "both"])
+                rows.append(row | {"variant": variant, "threads": threads})
+                rows[-1] |= {f"{key}_ms": time / threads for key in passes}
+    lines = acceptance.lines(rows)[1:]
+    assert len(lines) == len(acceptance.TARGETS) == 13
+    assert lines[0][2:] == ["1, 1", ">= 50 25", "3, 3", "missed"] and lines[5][2:] == ["2", ">= 1.5", "2", ""]
+    assert [line[4] for line in acceptance.lines(rows[1:])].count("not measured") == 1
 
 
 # Jobs that replace `gpu_jobs.py`: an incorrect operator, one that ends the process, and one that never ends.
@@ -195,7 +127,8 @@ for line in sys.stdin:
     if name == "list":
         names = ["dead", "wrong", "right"]
         models = [["model", model] for model in ("luna", "peer", "stuck")]
-        row("jobs", checks=[["operator", op] for op in names], times=[["ops", names], *models])
+        times = [["ops", "all", [[op, op] for op in names]], *models]
+        row("jobs", checks=[["operator", op] for op in names], times=times)
     elif arguments[0] == "dead":
         os.abort()
     elif name == "operator":
@@ -204,8 +137,8 @@ for line in sys.stdin:
         if arguments[0] == "wrong":
             break
     elif name == "ops":
-        for op in arguments[0]:
-            row(name, name=op, size="n=8", **{"pass": "both"}, eager=9.0, host=8.0, graph=5.0, floor=1.0)
+        for _, op in arguments[1]:
+            row(name, name=op, size="n=8", **{"pass": "both"}, eager=9.0, host=8.0, graph=5.0)
     elif arguments[0] == "stuck":
         row("about", waits=True)
         time.sleep(600)
@@ -248,12 +181,11 @@ def test_gate_of_a_gpu(import_benchmark, monkeypatch, tmp_path, capsys):
         "model: stuck: failed: not finished in time",
         "operator: dead: failed: exit status -6: ",
         "operator: wrong masked: outputs: failed: off by 0.31",
-        "ops: right n=8 both: 5.000 ms, 5.0 times its floor",
         "ops: right n=8 both: 9.000 ms in eager mode, 5.000 ms as a CUDA graph",
     )
     for line, start in zip(sorted(result["short"]), expected, strict=True):
         assert line.startswith(start) and printed.count(line) == 2
-    assert "| right | n=8 | both | 9.000 | 8.000 | 5.000 | 1.000 |" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
+    assert "| right | n=8 | both | 9.000 | 8.000 | 5.000 |" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
 
 
 # Prints the number of kernels that each job of `make gpu` compiles for an H100 in a check of outputs and gradients. No
@@ -305,6 +237,6 @@ def test_dry_run_of_the_gate(import_benchmark, tmp_path, capsys):
     }
     assert names["operator"] == names["ops"] and len(names["ops"]) == 7
     times = [row for row in rows if row["part"] in ("ops", "model")]
-    assert len({row["name"] for row in times}) == 15
+    assert len({row["name"] for row in times}) == 19  # 7 ops, copies for 4 of them, 8 models
     assert all(row["eager"] > 0 and row["host"] > 0 and row["graph"] > 0 for row in times)
     assert sum(row["part"] == "step" for row in rows) > 8

@@ -1,6 +1,11 @@
-"""Draw results.png, performance.png and operators.png from the tables of the pages: `python docs/site/plots.py`."""
+"""Draw results.png and performance.png from the tables of the pages, and operators.png from measurements.
+
+`python docs/site/plots.py` also fills the tables of measurements in the pages, the lines between `<!-- begin NAME -->`
+and `<!-- end NAME -->`. The measurements are those of the newest run of `benchmarks/acceptance.py`.
+"""
 
 import re
+import sys
 from pathlib import Path
 
 import matplotlib
@@ -9,6 +14,28 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 DOCS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+import acceptance  # noqa: E402
+import report  # noqa: E402
+
+LENGTHS = [512, 4096, 16384, 65536]
+METHODS = {
+    "luna_mega": "diagonal_ssm",
+    "torch": "diagonal_ssm in PyTorch",
+    "s4d": "S4D's formula",
+    "loop": "loop",
+    "associative_scan": "associative_scan",
+    "lfilter": "lfilter",
+    "copy": "copy",
+}
+STYLES = ("C0o-", "C0o--", "C1s--", "C2^--", "C3v--", "C4x--", "k:")
+AVERAGES = {
+    "luna_mega": "C library",
+    "torch": "PyTorch",
+    "original": "papers' code (FFT)",
+    "transformers": "transformers 4.46",
+    "copy": "copy",
+}
 NUMBER = re.compile(r"\d[\d,]*\.?\d*")
 
 
@@ -77,24 +104,86 @@ def draw_results() -> None:
     figure.savefig(DOCS / "results.png", dpi=100)
 
 
-def draw_operators() -> None:
-    """Draw the time of a training step over the length, for 16 states."""
-    figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
-    header, rows = table("operators.md", "Speed")
-    lengths = [number(text) for text in header]
+def measurements() -> list[report.Row]:
+    """Return all rows of the processor that was measured last."""
+    files = [report.read(file) for file in (DOCS.parent / "benchmarks" / "results").glob("*.json")]
+    return max(files, key=lambda rows: max(row["date"] for row in rows), default=[])
+
+
+def select(rows: list[report.Row], case: str, size: str) -> dict[str, report.Row]:
+    """Return the rows of a size, on one thread with default settings, by their variants."""
+    wanted = {"case": case, "threads": 1, "instructions": None, "products": None}
+    found = [row for row in rows if wanted.items() <= row.items() and report.size_text(row) == size]
+    return {row["variant"]: row for row in found if "both_ms" in row and "error" not in row}
+
+
+def curves(rows: list[report.Row]) -> dict[tuple[str, str], list[report.Row | None]]:
+    """Return the rows of all `LENGTHS` for complex and real states and each variant of `diagonal_ssm`."""
+    found = {}
+    for real, kind in enumerate(("complex", "real")):
+        sizes = [select(rows, "diagonal_ssm", f"real={real} b=4 n={n} d=64") for n in LENGTHS]
+        found |= {(kind, variant): [size.get(variant) for size in sizes] for variant in METHODS}
+    return {key: points for key, points in found.items() if any(points)}
+
+
+def draw_operators(rows: list[report.Row]) -> None:
+    """Draw the time of a forward and backward pass over the length, for 16 states."""
+    figure, panels = plt.subplots(1, 2, figsize=(10, 4.5), layout="constrained", sharey=True)
+    styles = dict(zip(METHODS, STYLES, strict=True))
+    for (kind, variant), points in curves(rows).items():
+        times = [row and row["both_ms"] for row in points]
+        draw(panels[int(kind == "real")], LENGTHS, times, styles[variant], METHODS[variant])
     for axes, kind in zip(panels, ("complex", "real"), strict=True):
-        for name, values in rows.items():
-            method, states, size = name.split(", ")
-            if states == kind and size == "16":
-                draw(axes, lengths, values, "o-" if method == "diagonal_ssm" else "s--", method)
         axes.set(xscale="log", yscale="log", xlabel="positions", title=f"16 {kind} states per channel")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-    panels[0].set_ylabel("forward and backward, ms of processor time")
+    panels[0].set_ylabel("forward and backward pass, ms")
+    figure.legend(*panels[1].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.suptitle(f"one core, {describe(rows)}", fontsize="medium")
     figure.savefig(DOCS / "operators.png", dpi=100)
 
 
+def describe(rows: list[report.Row]) -> str:
+    about = rows[-1]
+    return f"{about['processor']}, float32, torch {about['torch']}, {about['allocator']}, {about['date'][:10]}"
+
+
+def fill(page: str, name: str, lines: list[list[str]], about: str) -> None:
+    """Replace a table of a page, and the line above it."""
+    path, block = DOCS / page, re.compile(rf"(<!-- begin {name} -->\n).*?(?=<!-- end {name} -->)", re.DOTALL)
+    table = f"{about}:\n\n{report.join(lines)}\n"
+    text, count = block.subn(lambda found: found[1] + table, path.read_text(encoding="utf-8"))
+    assert count == 1, f"{page} has no lines `<!-- begin {name} -->` and `<!-- end {name} -->`"
+    path.write_text(text, encoding="utf-8")
+
+
+def fill_tables(rows: list[report.Row]) -> None:
+    about, lines = describe(rows), [["method, states", *(f"{length:,}" for length in LENGTHS)]]
+    for (kind, variant), points in curves(rows).items():
+        lines.append([f"{METHODS[variant]}, {kind}", *(cell(row, ", {both_mb}") for row in points)])
+    fill("operators.md", "curves", lines, about)
+    lines = [["average", *AVERAGES.values()]]
+    for case, size in {target[1:3]: None for target in acceptance.TARGETS if target.case.endswith("_ema")}:
+        if "original" in (found := select(rows, case, size)):
+            lines.append([f"`{case}`, {size}", *(cell(found.get(variant)) for variant in AVERAGES)])
+    fill("operators.md", "averages", lines, about)
+    lines = [[line[0], line[2], line[4]] for line in acceptance.lines(rows) if line[4] != "not measured"]
+    fill("performance.md", "ratios", lines, about)
+
+
+def cell(row: report.Row | None, more: str = "") -> str:
+    """Return milliseconds of both passes and of the forward pass, and more fields of a row."""
+    figures = {name: figure(x) for name, x in (row or {}).items() if isinstance(x, float)}
+    return ("{both_ms} ({forward_ms}" + more + ")").format(**figures) if row else "-"
+
+
+def figure(number: float) -> str:
+    """Return a number with two or three digits."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+
+
 if __name__ == "__main__":
-    draw_operators()
+    if measured := measurements():
+        draw_operators(measured)
+        fill_tables(measured)
     draw_performance()
     draw_results()
