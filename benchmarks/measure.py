@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import os
 import resource
+import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable
@@ -37,7 +38,7 @@ def measure(case: Case, size: Size, variants: list[str], options: Namespace, rat
 
     Variants alternate in this process, and the minimum is returned. `rates` has the seconds per token of each variant
     at the sizes before, and is updated. If a variant fails, for example because it is out of memory, the row has the
-    reason in `error`.
+    reason in `error`. Variants of packages that are not installed have no row.
     """
     rows, runs, tokens = [], [], size.get("n", 1) * size.get("b", 1)
     for variant, threads in itertools.product(variants, options.threads):
@@ -54,6 +55,9 @@ def measure(case: Case, size: Size, variants: list[str], options: Namespace, rat
             for name, run in functions.items():
                 row |= _first(name, run, options)
             runs.append((row, functions))
+        except ImportError as error:
+            print(f"{variant} is left out: {error}", file=sys.stderr)
+            rows.remove(row)
         except Exception as error:  # the table shows it, and the other variants are measured
             row["error"] = (str(error) or repr(error)).partition("\n")[0][:100]
     spent = [0.0] * len(runs)

@@ -7,6 +7,7 @@
     python benchmarks/run.py encoders --lengths 512 4096 --variants roberta_sdpa mega_chunk_128 mega_chunk_128@torch
     python benchmarks/run.py diagonal_ssm --threads 1 2   the same with two threads, in turn
     python benchmarks/run.py damped_ema --instructions avx2    as on a processor without AVX-512
+    PYTHONPATH=DIR python benchmarks/run.py damped_ema    also Mega's code, with transformers 4.46 in DIR
     python benchmarks/run.py memory --rounds 0            peak memory; the time is that of the first call
     python benchmarks/run.py --device cuda --dtype bfloat16    on a GPU, with the Triton kernels
 

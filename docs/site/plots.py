@@ -162,9 +162,9 @@ def fill_tables(rows: list[report.Row]) -> None:
         lines.append([f"{METHODS[variant]}, {kind}", *(cell(row, ", {both_mb}") for row in points)])
     fill("operators.md", "curves", lines, about)
     lines = [["average", *AVERAGES.values()]]
-    for case, size in {target[1:3]: None for target in acceptance.TARGETS if target.case.endswith("_ema")}:
-        if "original" in (found := select(rows, case, size)):
-            lines.append([f"`{case}`, {size}", *(cell(found.get(variant)) for variant in AVERAGES)])
+    for case, size in {target[1:3]: None for target in acceptance.TARGETS if target.size.startswith("b=8 n=512")}:
+        found = select(rows, case, size)
+        lines.append([f"`{case}`, {size}", *(cell(found.get(variant)) for variant in AVERAGES)])
     fill("operators.md", "averages", lines, about)
     lines = [[line[0], line[2], line[4]] for line in acceptance.lines(rows) if line[4] != "not measured"]
     fill("performance.md", "ratios", lines, about)
