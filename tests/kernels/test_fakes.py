@@ -110,11 +110,7 @@ def test_opcheck(triton_device, backend):
 
 
 @pytest.mark.parametrize(  # `test_gpu.py` compiles the kernels too
-    "name, backend",
-    [
-        *on_backends(graded([], MAIN, NAMES), ["torch", on_triton(exhaustive=True)]),
-        *on_backends(graded(["damped_ema masked, stateful"], MAIN, NAMES), [NATIVE]),
-    ],
+    "name, backend", on_backends(graded([], MAIN, NAMES), ["torch", NATIVE, on_triton(exhaustive=True)])
 )
 def test_compile_fullgraph(triton_device, name, backend):
     """Programs have the results and gradients of eager calls, also one program for several lengths."""

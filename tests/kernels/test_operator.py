@@ -14,7 +14,7 @@ from tests.kernels.backends import NATIVE
 from tests.kernels.calls import calls
 from tests.kernels.operators import OperatorCalls
 
-OPERATORS = {"torch": "luna_mega::moving_average", "native": "luna_mega::moving_average_native"}
+OPERATORS = {"torch": "luna_mega::moving_average", "native": "luna_mega::damped_ema_native"}
 
 
 @pytest.fixture(params=["torch", NATIVE])
