@@ -85,7 +85,8 @@ class StateLayer(CacheLayerMixin):
                 setattr(self, name, tensor)
             elif tensor is not current:
                 current.copy_(tensor)
-        self.seen, self.is_initialized = self.seen + length, True
+        if length or not self.is_initialized:
+            self.seen, self.is_initialized = self.seen + length, True
 
     @property
     def is_static(self) -> bool:

@@ -233,9 +233,9 @@ class MegaDropout(Dropout):
         self.features = features
 
     def forward(self, states: torch.Tensor, layout: Layout = DENSE) -> torch.Tensor:
-        if not self.features or self.rate == 0.0:
-            return super().forward(states)
-        return layout.drop_features(states, self.p)
+        if not self.training:
+            return states
+        return layout.drop_features(states, self.p) if self.features and self.p else super().forward(states)
 
 
 class MegaDropPath(Dropout):
