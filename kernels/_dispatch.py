@@ -127,7 +127,8 @@ class Op:
     ) -> Any:  # fmt: skip
         """Run a call with the requested or the best backend; the call is varlen if `cu_seqlens` is given."""
         forbid_tracing()
-        device = call[self.tokens[0]].device
+        tokens = call[self.tokens[0]]
+        device = tokens.device
         if return_weights:
             if cu_seqlens is not None:
                 raise ValueError(
@@ -139,16 +140,21 @@ class Op:
         chosen = self.choose(backend, device, call, max_seqlen)
         if chosen == "triton" and self.under_autocast is not None and is_autocast(device.type):
             call = self.under_autocast(call)
-        if chosen != "native" and not torch.compiler.is_compiling() and len(call[self.tokens[0]]) == 0:
+        if chosen != "native" and not torch.compiler.is_compiling() and tokens.shape[0] == 0:
             chosen = "reference"  # fast paths divide by the batch size
-        run = self.backends[chosen]
+        if not is_autocast(device.type):
+            return self._run(chosen, call, cu_seqlens, max_seqlen)
         with without_autocast(device.type):
-            if cu_seqlens is None:
-                return run(**call)
-            if chosen in self.varlen_backends:
-                return run(**call, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
-            assert max_seqlen is not None  # `check_cu_seqlens` returns it
-            return (self.run_varlen or Op.run_padded)(self, run, call, cu_seqlens, max_seqlen)
+            return self._run(chosen, call, cu_seqlens, max_seqlen)
+
+    def _run(self, chosen: str, call: Arguments, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Any:
+        run = self.backends[chosen]
+        if cu_seqlens is None:
+            return run(**call)
+        if chosen in self.varlen_backends:
+            return run(**call, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        assert max_seqlen is not None  # `check_cu_seqlens` returns it
+        return (self.run_varlen or Op.run_padded)(self, run, call, cu_seqlens, max_seqlen)
 
     def run_padded(self, run: Callable[..., Any], call: Arguments, cu_seqlens: Tensor, max_seqlen: int) -> Any:
         """Compute a varlen call with a backend that requires padded input."""

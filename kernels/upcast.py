@@ -8,7 +8,8 @@ from ._export import is_eager
 
 def upcast(x: Tensor) -> Tensor:
     """Return the tensor in float32 or, if it is float64, unchanged."""
-    return x.to(upcast_dtype(x))
+    # `to` takes time in any case, which matters for decoding steps.
+    return x if x.dtype == torch.float32 or x.dtype == torch.float64 else x.float()
 
 
 def upcast_dtype(*tensors: Tensor | None) -> torch.dtype:

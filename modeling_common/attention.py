@@ -100,14 +100,13 @@ class KeyValueCacheLayer(StateLayer):
             column = column % chunk_size
         elif self.is_static:
             column = column.clone()  # `store` writes `position` in place
-        rows = slice(None) if mask is None else torch.arange(len(keys), device=keys.device)
-        self.keys[rows, column], self.values[rows, column] = keys[:, 0], values[:, 0]
         if mask is None:
+            self._used = used = column + 1
+            self.keys[:, column:used], self.values[:, column:used] = keys, values
             self.store(1, position=self.position + 1)
-            self._used = column + 1
-            return KeyWindow(
-                self.keys[:, : self._used], self.values[:, : self._used], chunk_size, offset=column, step=True
-            )
+            return KeyWindow(self.keys[:, :used], self.values[:, :used], chunk_size, offset=column, step=True)
+        rows = torch.arange(len(keys), device=keys.device)
+        self.keys[rows, column], self.values[rows, column] = keys[:, 0], values[:, 0]
         self.mask[rows, column] = mask[:, 0]
         if self.is_static:
             self._used = self.keys.shape[1]

@@ -4,7 +4,6 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from threading import local
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
@@ -17,9 +16,9 @@ _PREFIX_TUNING = "prefix tuning, which passes keys and values, is not supported:
 
 
 class _Derived(local):
-    """Results of the weights in the current thread, by layer of a cache and name; None = they are not kept."""
+    """Results of `derive` in the current thread with their keys, by owner and name; None = they are not kept."""
 
-    values: "WeakKeyDictionary[StateLayer, dict[str, tuple[Hashable, Any]]] | None" = None
+    values: dict[tuple[Hashable, str], tuple[Hashable, Any]] | None = None
 
 
 _derived = _Derived()
@@ -27,12 +26,34 @@ _derived = _Derived()
 
 @contextmanager
 def keep_derived(enabled: bool) -> Iterator[None]:
-    """Keep the results of `StateLayer.derive` in the block, in which weights must not change."""
-    previous, _derived.values = _derived.values, WeakKeyDictionary() if enabled else None
+    """Keep the results of `derive` in the block, in which weights must not change."""
+    previous, _derived.values = _derived.values, {} if enabled else None
     try:
         yield
     finally:
         _derived.values = previous
+
+
+def keeps_derived(x: torch.Tensor) -> bool:
+    """Return whether `derive` keeps results on the device of `x`: in `keep_derived`, without autograd.
+
+    Compiled programs and graphs of a GPU compute them at every step.
+    """
+    return is_eager() and _derived.values is not None and not (torch.is_grad_enabled() or is_capturing(x))
+
+
+def derive(owner: Hashable, name: str, x: torch.Tensor, compute: Callable[[], Any], key: Hashable = None) -> Any:
+    """Return `compute()`, which depends on weights and `key`, or the kept result if `keeps_derived(x)`.
+
+    The last result is kept for each `owner`, a module or a layer of a cache, and `name`.
+    """
+    if not keeps_derived(x):
+        return compute()
+    values: Any = _derived.values
+    kept = values.get((owner, name))
+    if kept is None or kept[0] != key:
+        kept = values[owner, name] = key, compute()
+    return kept[1]
 
 
 class StateLayer(CacheLayerMixin):
@@ -64,7 +85,8 @@ class StateLayer(CacheLayerMixin):
                 setattr(self, name, tensor)
             elif tensor is not current:
                 current.copy_(tensor)
-        self.seen, self.is_initialized = self.seen + length, True
+        if length or not self.is_initialized:
+            self.seen, self.is_initialized = self.seen + length, True
 
     @property
     def is_static(self) -> bool:
@@ -87,19 +109,6 @@ class StateLayer(CacheLayerMixin):
     @seen.setter
     def seen(self, count: int) -> None:
         self._seen = count
-
-    def derive(self, name: str, compute: Callable[[], Any], key: Hashable = None) -> Any:
-        """Return `compute()`, which depends on weights and `key`, computed once in `keep_derived`; elsewhere None.
-
-        Compiled programs, graphs of a GPU and autograd compute it at every step.
-        """
-        values = _derived.values if is_eager() and not torch.is_grad_enabled() else None
-        if values is None or is_capturing(next(iter(self.tensors.values()))):
-            return None
-        kept = values.setdefault(self, {})
-        if name not in kept or kept[name][0] != key:
-            kept[name] = key, compute()
-        return kept[name][1]
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:

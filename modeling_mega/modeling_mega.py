@@ -54,7 +54,14 @@ from luna_mega.modeling_common.base import (
     make_embedding,
     trunc_normal_,
 )
-from luna_mega.modeling_common.cache import StateCache, StateLayer, StateSeq2SeqCache, layer_caches
+from luna_mega.modeling_common.cache import (
+    StateCache,
+    StateLayer,
+    StateSeq2SeqCache,
+    derive,
+    keeps_derived,
+    layer_caches,
+)
 from luna_mega.modeling_common.generation import Seq2SeqGenerationMixin, StateGenerationMixin
 from luna_mega.modeling_common.heads import (
     GenericForCausalLM,
@@ -226,9 +233,9 @@ class MegaDropout(Dropout):
         self.features = features
 
     def forward(self, states: torch.Tensor, layout: Layout = DENSE) -> torch.Tensor:
-        if not self.features or self.rate == 0.0:
-            return super().forward(states)
-        return layout.drop_features(states, self.p)
+        if not self.training:
+            return states
+        return layout.drop_features(states, self.p) if self.features and self.p else super().forward(states)
 
 
 class MegaDropPath(Dropout):
@@ -432,8 +439,7 @@ class MegaMovingAverage(nn.Module):
         self.shift, self.truncation = config.ema_shift, config.truncation
 
     def forward(self, hidden_states: torch.Tensor, layout: Layout, cache: MegaCacheLayer | None = None) -> torch.Tensor:
-        weights = (self.damping_factor, self.decay_factor, self.ema_expansion_matrix, self.kernel_projection_matrix)
-        parameters = (weights[0].squeeze(-1), weights[1].squeeze(-1), weights[2].squeeze(-1), weights[3])
+        parameters = derive(self, "parameters", hidden_states, self.flat)
         skip, options = self.residual_weight, layout.options()
         if cache is None:
             options |= {"shift": self.shift, "truncation": self.truncation}
@@ -444,8 +450,9 @@ class MegaMovingAverage(nn.Module):
             state = TruncatedEmaState(state, cache.forgotten, cache.inputs)
         if state is not None and hidden_states.shape[1] == 1:
             coefficients = None
-            if self.truncation is None:
-                coefficients = cache.derive("average", partial(ema_coefficients, *parameters, dtype=state.dtype))
+            if self.truncation is None and keeps_derived(hidden_states):
+                compute = partial(ema_coefficients, *parameters, dtype=state.dtype)
+                coefficients = derive(self, "coefficients", hidden_states, compute, state.dtype)
             mask = None if layout.mask is None else layout.mask[:, 0]
             output, state = damped_ema_step(
                 hidden_states[:, 0], state, *parameters, skip, mask=mask, coefficients=coefficients
@@ -456,6 +463,11 @@ class MegaMovingAverage(nn.Module):
             output, state = damped_ema(hidden_states, *parameters, skip, lengths=layout.lengths, **options)
         cache.store(**({"average": state} if self.truncation is None else state._asdict()))
         return output
+
+    def flat(self) -> tuple[torch.Tensor, ...]:
+        """Return the parameters of `damped_ema`."""
+        weights = self.damping_factor, self.decay_factor, self.ema_expansion_matrix
+        return *(weight.squeeze(-1) for weight in weights), self.kernel_projection_matrix
 
 
 class MegaGatedAttention(nn.Module):
@@ -564,8 +576,10 @@ class MegaGatedAttention(nn.Module):
         def compute() -> torch.Tensor:
             return relative_bias(length, grid, count)
 
-        kept = cache.derive("bias", compute, length) if window.step and cache is not None else None
-        return compute() if kept is None else kept
+        if not window.step or cache is None:
+            return compute()
+        bias: torch.Tensor | None = derive(cache, "bias", window.keys, compute, length)
+        return bias
 
 
 class MegaGatedCrossAttention(nn.Module):

@@ -42,7 +42,7 @@ from luna_mega.modeling_common.base import (
     exact_dtype,
     trunc_normal_,
 )
-from luna_mega.modeling_common.cache import StateCache
+from luna_mega.modeling_common.cache import StateCache, derive, keeps_derived
 from luna_mega.modeling_common.generation import StateGenerationMixin
 from luna_mega.modeling_common.heads import GenericForCausalLM
 from luna_mega.modeling_common.inputs import Inputs, embed, prepare, scatter_states
@@ -108,19 +108,22 @@ class MegalodonRotary(nn.Module):
         return 1.0 / self.config.rope_theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
 
     def forward(self, x: torch.Tensor, layout: Layout, cache: MegalodonCacheLayer | None) -> Rotation:
-        """Return the two factors of `rotate`, `[B or 1, T, 1, z / 2 H, 2]`, for the positions of `x` after `cache`.
+        """Return the two factors of `rotate`, `[2, B or 1, T, 1, z / 2 H, 2]`, for the positions of `x` after `cache`.
 
-        The first factor is for the features of a pair, the second for the features of the pair in reverse order.
+        The first factor is for the features of a pair, the second for the features of the pair in reverse order. Those
+        of queries contain sqrt(z / H), by which the op divides scores, but normalized attention does not.
         """
         start = layout.start() if cache is None else cache.start(layout.mask)
         freqs, positions = upcast(self.freqs), layout.columns_from(start, x)
         angles = (positions % self.config.chunk_size)[..., None, None].to(freqs.dtype) * freqs
         cosine, sine = angles.cos(), angles.sin()
-        return torch.stack((cosine, cosine), -1), torch.stack((-sine, sine), -1)
+        root = math.sqrt(2 * len(freqs))
+        first, second = torch.stack((cosine, cosine), -1), torch.stack((-sine, sine), -1)
+        return torch.stack((first * root, first)), torch.stack((second * root, second))
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate pairs of adjacent features of every head of `[B, T, z]`."""
+    """Rotate pairs of adjacent features of every head of queries and keys, `[2, B, T, z]`, and scale the queries."""
     cosine, sine = rotation
     pairs = upcast(x).unflatten(-1, (-1, *cosine.shape[-2:]))
     return torch.addcmul(pairs * cosine, pairs.flip(-1), sine).flatten(-3).to(x.dtype)
@@ -134,21 +137,21 @@ class MegalodonChunkAttention(nn.Module):
         self.config = config
         self.dropout = Dropout(config.attention_probs_dropout_prob)
         self.heads = config.num_attention_heads
-        self.size = config.shared_representation_size // self.heads
 
     def forward(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
+        shared: torch.Tensor,
         value: torch.Tensor,
         layout: Layout,
         rotation: Rotation,
         output_weights: bool = False,
         cache: MegalodonCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return `[B, T, v]`, and with `output_weights` the weights `[B, H, chunks, C, C]`."""
-        # The op divides scores by the square root of the width, but normalized attention does not.
-        query, key = rotate(query, rotation) * math.sqrt(self.size), rotate(key, rotation)
+        """Return `[B, T, v]`, and with `output_weights` the weights `[B, H, chunks, C, C]`.
+
+        `shared` `[2, B, T, z]` are the queries and the keys.
+        """
+        query, key = rotate(shared, rotation).unbind()
         chunk = self.config.chunk_size
         if cache is None:
             window = KeyWindow(key, value, chunk, **layout.key_rows())
@@ -157,6 +160,12 @@ class MegalodonChunkAttention(nn.Module):
         options: dict[str, Any] = {"causal": True, "dropout": self.dropout.rate}
         options |= {"backend": cached_backend(self.config, cache, output_weights)}
         return attend(query, window, self.heads, return_weights=output_weights, **options)
+
+
+def scale_of(norm: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+    """Return the scale of a norm of `x`, weight + 1, or None without a weight."""
+    weight: Any = norm.weight
+    return None if weight is None else derive(norm, "scale", x, lambda: upcast(weight) + 1.0)
 
 
 class MegalodonTimestepNorm(nn.Module):
@@ -176,7 +185,7 @@ class MegalodonTimestepNorm(nn.Module):
 
     def forward(self, x: torch.Tensor, layout: Layout, cache: MegalodonCacheLayer | None = None) -> torch.Tensor:
         """Return `[B, T, d]`. With `cache`, the statistics continue from the cache, which is updated in place."""
-        affine = (self.groups, upcast(self.weight) + 1.0, self.bias)
+        affine = (self.groups, scale_of(self, x), self.bias)
         if cache is None:
             result: Any = timestep_norm(x, *affine, eps=self.eps, **layout.options())
             return result
@@ -205,14 +214,16 @@ class MegalodonMovingAverage(nn.Module):
         self.omega = nn.Parameter(torch.empty(width, 1, dtype=dtype))
 
     def forward(self, x: torch.Tensor, layout: Layout, cache: MegalodonCacheLayer | None = None) -> torch.Tensor:
-        parameters = (self.alpha.squeeze(-1), self.delta.squeeze(-1), self.theta.flatten(), self.gamma)
-        skip = self.omega.squeeze(-1)
+        parameters, skip = derive(self, "parameters", x, self.flat)
         if cache is None:
             result: Any = complex_ema(x, *parameters, skip, **layout.options())
             return result
         state = cache.average
         if state is not None and x.shape[1] == 1:
-            coefficients = cache.derive("average", partial(complex_ema_coefficients, *parameters, dtype=state.dtype))
+            coefficients = None
+            if keeps_derived(x):
+                compute = partial(complex_ema_coefficients, *parameters, dtype=state.dtype)
+                coefficients = derive(self, "coefficients", x, compute, state.dtype)
             mask = None if layout.mask is None else layout.mask[:, 0]
             average, state = complex_ema_step(x[:, 0], state, *parameters, skip, mask=mask, coefficients=coefficients)
             average = average[:, None]
@@ -221,6 +232,11 @@ class MegalodonMovingAverage(nn.Module):
             average, state = complex_ema(x, *parameters, skip, **options)
         cache.store(average=state)
         return average
+
+    def flat(self) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return the parameters of `complex_ema`, and the skip."""
+        parameters = self.alpha.squeeze(-1), self.delta.squeeze(-1), self.theta.flatten(), self.gamma
+        return parameters, self.omega.squeeze(-1)
 
 
 class MegalodonRMSNorm(nn.Module):
@@ -232,8 +248,7 @@ class MegalodonRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.hidden_size)) if config.norm_affine else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = None if self.weight is None else upcast(self.weight) + 1.0
-        return rms_norm(upcast(x), x.shape[-1:], weight, self.eps).to(x.dtype)
+        return rms_norm(upcast(x), x.shape[-1:], scale_of(self, x), self.eps).to(x.dtype)
 
 
 class MegalodonGatedAttention(nn.Module):
@@ -266,19 +281,23 @@ class MegalodonGatedAttention(nn.Module):
     ) -> torch.Tensor:
         normed = self.timestep_norm(x, layout, cache)
         smoothed = self.hidden_dropout(self.rmsnorm(self.cema(normed, layout, cache)))
-        query, key = self.query_and_key(smoothed).unbind()
-        value, reset = silu(self.wv(normed)), silu(self.wr(smoothed))
-        attended, _ = self.attention(query, key, value, layout, rotation, output_weights=output_weights, cache=cache)
+        shared, value, reset = self.query_and_key(smoothed), silu(self.wv(normed)), silu(self.wr(smoothed))
+        attended, _ = self.attention(shared, value, layout, rotation, output_weights=output_weights, cache=cache)
         candidate = self.wh1(smoothed) + self.wh2(self.hidden_dropout(attended * reset))
         return x + self.dropout(candidate)
 
     def query_and_key(self, smoothed: torch.Tensor) -> torch.Tensor:
         """Return queries and keys, `[2, B, T, z]`: of unit length before the learned scale and shift of features."""
         shared = upcast(self.wz(smoothed)).unflatten(-1, (self.heads, -1))
-        width = shared.shape[-1]
-        shared = rms_norm(shared, (width,), eps=self.eps).flatten(2)
+        shared = rms_norm(shared, shared.shape[-1:], eps=self.eps).flatten(2)
+        scale, shift = derive(self, "query and key", smoothed, self.scale_and_shift)
+        return torch.addcmul(shift, shared, scale).to(smoothed.dtype)
+
+    def scale_and_shift(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scale and the shift of queries and keys, `[2, 1, 1, z]`."""
+        width = self.gamma.shape[1] // self.heads
         scale = (upcast(self.gamma) + 1.0) * width**-0.5
-        return torch.addcmul(upcast(self.beta)[:, None, None], shared, scale[:, None, None]).to(smoothed.dtype)
+        return scale[:, None, None], upcast(self.beta)[:, None, None]
 
 
 class MegalodonLayerNorm(nn.Module):
@@ -291,9 +310,8 @@ class MegalodonLayerNorm(nn.Module):
         self.bias = nn.Parameter(torch.empty(config.hidden_size)) if config.norm_affine else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = None if self.weight is None else upcast(self.weight) + 1.0
         bias = None if self.bias is None else upcast(self.bias)
-        return layer_norm(upcast(x), x.shape[-1:], weight, bias, self.eps).to(x.dtype)
+        return layer_norm(upcast(x), x.shape[-1:], scale_of(self, x), bias, self.eps).to(x.dtype)
 
 
 class MegalodonNormalizedFFN(nn.Module):

@@ -244,14 +244,23 @@ def gated_attention_step(
     `[B, S, Z]` are read. `column` `[B]` is the column of the query's own key, from 0 to S - 1, if it is not the last.
     Later keys are ignored, the keys must belong to one chunk, and `chunk_size` must be None.
     """
-    op = STEP.name
     if query.dim() != 2 or key.dim() != 3 or key.shape[1] == 0:
         raise ValueError(
-            f"{op} needs query [batch, size] and key [batch, length, size] of length 1 or more, got "
+            f"{STEP.name} needs query [batch, size] and key [batch, length, size] of length 1 or more, got "
             f"{list(query.shape)} and {list(key.shape)}"
         )
-    query = query[:, None]
-    options = (function, True, chunk_size, 0, dropout)
+    options: Arguments = {"function": function, "chunk_size": chunk_size, "mask": mask, "start": start}
+    options |= {"column": column, "dropout": dropout, "backend": backend}
+    return attend_last(query[:, None], key, value, bias, **options)[:, 0]
+
+
+def attend_last(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, function: str = "softmax",
+    chunk_size: int | None = None, mask: Tensor | None = None, start: Tensor | None = None,
+    column: Tensor | None = None, dropout: float = 0.0, backend: str | None = None,
+) -> Tensor:  # fmt: skip
+    """Return `gated_attention_step`, `[B, 1, V]`, of a query `[B, 1, Z]`."""
+    op, options = STEP.name, (function, True, chunk_size, 0, dropout)
     _check_call(op, query, key, value, mask, *options, start=start, column=column)
     if column is not None and chunk_size is not None:
         raise ValueError(f"{op}: column does not support chunk_size={chunk_size}; omit chunk_size")
@@ -268,7 +277,8 @@ def gated_attention_step(
     _check_bias(op, bias, key.shape[1])
     call: Arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "function": function}
     call |= {"column": column, "start": unless_zero(start), "dropout": dropout}
-    return STEP(backend, call)[:, 0]
+    result: Tensor = STEP(backend, call)
+    return result
 
 
 def _check_call(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .op import gated_attention, gated_attention_step
+from .op import attend_last, gated_attention
 
 
 class KeyWindow(NamedTuple):
@@ -87,8 +87,8 @@ def _attend_step(query: Tensor, window: KeyWindow, heads: int, causal: bool, **o
     one_chunk = window.column is not None or window.start is None  # the keys belong to it
     options |= {"chunk_size": None if one_chunk else window.chunk_size, "mask": window.mask, "start": window.start}
     options |= {"column": window.column}
-    tensors = query[:, 0], window.keys, window.values
+    tensors = query, window.keys, window.values
     if heads == 1:
-        return gated_attention_step(*tensors, **options)[:, None]
+        return attend_last(*tensors, **options)
     split = (x.chunk(heads, -1) for x in tensors)
-    return torch.cat([gated_attention_step(*head, **options) for head in zip(*split, strict=True)], -1)[:, None]
+    return torch.cat([attend_last(*head, **options) for head in zip(*split, strict=True)], -1)

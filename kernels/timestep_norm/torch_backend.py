@@ -38,18 +38,18 @@ def step(
     mask: Tensor | None,
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Return `reference.step` in few operations, because call overhead dominates for one position."""
-    dtype, count = upcast_dtype(x, weight), state.count + (1 if mask is None else mask)
+    count = state.count + (1 if mask is None else mask)
     share = count.double().reciprocal()[:, None]
-    rows = x.to(dtype)
+    rows = x.double()
     if mask is not None:
         rows, share = rows.masked_fill(~mask[:, None], 0.0), share.masked_fill(~mask[:, None], 0.0)
     rows = rows.unflatten(1, (groups, -1))
-    spread, own = (values.double() for values in torch.var_mean(rows, -1, correction=0))
+    spread, own = torch.var_mean(rows, -1, correction=0)
     away = own - state.mean
     mean = torch.addcmul(state.mean, away, share)
     variance = torch.lerp(state.variance, torch.addcmul(spread, away, own - mean), share)
     y = (rows - mean[..., None]) * torch.rsqrt(variance + eps)[..., None]
-    y = affine(y.flatten(1).to(dtype), weight, bias).to(x.dtype)
+    y = affine(y.flatten(1).to(upcast_dtype(x, weight)), weight, bias).to(x.dtype)
     y = y if mask is None else y.masked_fill(~mask[:, None], 0.0)
     return y, TimestepNormState(count, mean, variance)
 

@@ -115,7 +115,7 @@ def traced(model, ids, **options):
         return lambda module, inputs, output: seen.__setitem__(name, output)
 
     def look_at_attention(module, inputs, output):
-        seen.update(zip(("q.0", "k.0", "v.0"), inputs[:3], strict=True), **{"attn.0": output[0]})
+        seen.update(zip(("q.0", "k.0", "v.0"), (*inputs[0], inputs[1]), strict=True), **{"attn.0": output[0]})
 
     hooks = [attention.register_forward_hook(look_at_attention)]
     modules = {"embed": body.dropout, "final_norm": body.final_norm}

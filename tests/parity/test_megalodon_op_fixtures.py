@@ -135,7 +135,8 @@ def test_attention(fixture, parity, attention_backend):
         cache.extend(io["held_k"].flatten(2), io["held_v"].flatten(2), None, sizes["C"])
     rotation = MegalodonRotary(config)(query, DENSE, cache)
     with use_backend(attention_backend):
-        output, _ = MegalodonChunkAttention(config)(query, key, value, DENSE, rotation, cache=cache)
+        shared = torch.stack((query, key))
+        output, _ = MegalodonChunkAttention(config)(shared, value, DENSE, rotation, cache=cache)
     parity.check("y", output, io["y"], **fixture.tight)
     gradients = torch.autograd.grad(output, (query, key, value), io["cot"])
     for name, gradient in zip(("grad_q", "grad_k", "grad_v"), gradients, strict=True):
