@@ -192,7 +192,11 @@ def test_a_library_that_cannot_be_loaded(tmp_path):
     [
         ("damped_ema stateful", torch.float64, "x or a parameter is float64"),
         ("complex_ema_step", torch.float64, "x or a parameter is float64"),
-        ("damped_ema truncated", torch.float32, "its average has no truncation, and truncation=5 is below the length 6"),
+        (
+            "damped_ema truncated",
+            torch.float32,
+            "its average has no truncation, and truncation=5 is below the length 6",
+        ),
         ("diagonal_ssm stateful", torch.float32, None),
         ("damped_ema_step", torch.bfloat16, None),
     ],
