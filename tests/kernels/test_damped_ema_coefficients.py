@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from luna_mega.kernels.api import damped_ema, damped_ema_step, ema_coefficients
-from luna_mega.kernels.moving_average import coefficients, reference, tables
+from luna_mega.kernels.moving_average import coefficients, native, reference, tables
 from luna_mega.kernels.moving_average.coefficients import Coefficients
+from tests.kernels.backends import needs_library
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
@@ -41,6 +42,25 @@ def test_triton_coefficients_and_gradients_are_exact(triton_device):
     made = triton_coefficients.backward(sums, of_input.float().to(triton_device), *parameters)
     for actual, expected in zip(made, grads, strict=True):
         torch.testing.assert_close(actual.cpu().double(), expected, rtol=5e-7, atol=1e-15)
+
+
+@needs_library
+def test_native_coefficients_and_gradients_are_exact(level):
+    """Coefficients and gradients are within a few float32 roundings of the reference in float64."""
+    leaves = saturated_parameters(torch.float64)
+    parameters = [leaf.detach().float() for leaf in leaves]
+    rates, *weights = reference.damped_coefficients(*leaves)
+    q, *made = native._damped_coefficients(*parameters)
+    torch.testing.assert_close(q.clamp(min=reference.LEAST).log(), rates.detach(), rtol=2e-7, atol=2e-16)
+    for actual, expected in zip(made, weights, strict=True):
+        torch.testing.assert_close(actual.double(), expected.detach(), rtol=2e-7, atol=1e-37)
+    given = torch.rand(3, len(rates), 1, dtype=torch.float64)
+    given[0] *= rates.exp().detach()
+    for row in torch.eye(3, dtype=torch.float64):  # one at a time, because sums of gradients can cancel
+        seeds = row[:, None, None] * given
+        expected = torch.autograd.grad((rates, *weights), leaves, list(seeds), retain_graph=True)
+        for actual, exact in zip(native._damped_gradients(parameters, *seeds.float()), expected, strict=True):
+            torch.testing.assert_close(actual.double(), exact, rtol=5e-7, atol=1e-15)
 
 
 @DTYPES

@@ -192,11 +192,7 @@ def test_a_library_that_cannot_be_loaded(tmp_path):
     [
         ("damped_ema stateful", torch.float64, "x or a parameter is float64"),
         ("complex_ema_step", torch.float64, "x or a parameter is float64"),
-        (
-            "damped_ema truncated",
-            torch.float32,
-            "its average has no truncation, and truncation=5 is below the length 6",
-        ),
+        ("damped_ema truncated", torch.float32, "truncation=5 is below the length 6"),
         ("diagonal_ssm stateful", torch.float32, None),
         ("damped_ema_step", torch.bfloat16, None),
     ],
@@ -206,7 +202,7 @@ def test_calls_that_the_library_does_not_support(name, dtype, message):
     call, wide = CALLS[name](Sizes(1, 6, 1)), torch.promote_types(dtype, torch.float32)
     leaves = {key: x.to(wide if key in WIDE else dtype) for key, x in call.leaves.items()}
     if message is not None:
-        with pytest.raises(ValueError, match=f"cannot run on 'native': {message}; choose 'torch' or 'auto'"):
+        with pytest.raises(ValueError, match=f"cannot run on 'native': .*{message}; choose 'torch' or 'auto'"):
             call.run(**leaves, backend="native")
     expected = call.run(**leaves, backend="native" if message is None else "torch")
     assert all(map(torch.equal, call.run(**leaves), expected))
