@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 # `make demo` installs less.
 INSTALLED_DEMO := $(VENV)/.installed-demo-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo parity parity-released reproduce test test-slow test-exhaustive test-oldest test-newest newest oldest ecosystem installed test-ecosystem kernel-repository test-operators operators docs style typing audit bench gpu clean
+.PHONY: help demo parity parity-released reproduce test test-slow test-exhaustive test-oldest test-newest newest oldest ecosystem installed test-ecosystem kernel-repository test-operators operators fuzz docs style typing audit bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
@@ -64,6 +64,20 @@ kernel-repository: operators ## write the operators without the models in build/
 
 test-operators: operators ## test them in an environment without transformers and luna_mega
 	OMP_NUM_THREADS=1 $(OPERATORS) -m pytest --noconftest tests/operators
+
+DURATION ?= 60
+SEED ?= $(shell date +%s)
+LEVEL ?=
+SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all
+# Uninitialized variables and memory are NaN, which the results must not depend on.
+fuzz: ## random calls of the C library under sanitizers (DURATION=seconds SEED=first LEVEL=0 to 2: instruction set)
+	@mkdir -p build
+	@if echo 'int main(void) { return 0; }' | $(CC) $(SANITIZE) -x c -o build/fuzz_native - 2>build/fuzz.log \
+	    && build/fuzz_native; then \
+	    $(CC) -std=gnu11 -O1 -g -Wall -Wextra -Werror $(SANITIZE) -ftrivial-auto-var-init=pattern -pthread \
+	        tests/kernels/fuzz_native.c -lm -o build/fuzz_native && \
+	    ASAN_OPTIONS=malloc_fill_byte=255:max_malloc_fill_size=1073741824 build/fuzz_native $(DURATION) $(SEED) $(LEVEL); \
+	else echo "skipped: $(CC) cannot build programs with AddressSanitizer here (build/fuzz.log)"; fi
 
 operators:
 	test -x $(OPERATORS) || $(PYTHON) -m venv .venv-operators
