@@ -240,11 +240,15 @@ def _run(
     x, mask, skip, initial = _contiguous(x, mask, skip, initial)
     bounds = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
     sequences, length = x.shape[:2] if bounds is None else (len(bounds) - 1, 0)
-    single, of_rows, of_numbers = torch.float32, weight_in.shape, weight_out.shape
+    half, single = torch.bfloat16, torch.float32
+    kind = half if x.dtype == half else single
+    if rows not in (channels, 2 * channels):
+        raise ValueError(f"moving_average has {channels} channels, but {rows} rows of coefficients")
+    of_rows, of_numbers = (rows, states), (rows, states, *weight_out.shape[2:])
     of_states = (sequences, channels, *of_numbers[1:])
     kinds: dict[str, tuple[torch.dtype, Any]] = {
-        "gradient": (x.dtype, x.shape),
-        "out": (x.dtype, x.shape),
+        "gradient": (kind, x.shape),
+        "out": (kind, x.shape),
         "final": (single, of_states),
         "grad_final": (single, of_states),
         "grad_initial": (single, of_states),
@@ -258,10 +262,10 @@ def _run(
         function,
         _Average(
             sequences=sequences, length=length, channels=channels, states=states, parts=parts,
-            directions=rows // max(channels, 1), shift=shift, silu=silu, half=x.dtype == torch.bfloat16,
+            directions=rows // max(channels, 1), shift=shift, silu=silu, half=kind == half,
             threads=torch.get_num_threads() if x.numel() * states * parts >= MANY_NUMBERS else 1,
         ),
-        x=(x, x.dtype, x.shape),
+        x=(x, kind, x.shape),
         mask=(mask, torch.bool, x.shape[:2]),
         bounds=(bounds, torch.int64, (sequences + 1,)),
         q=(q, torch.float64, of_numbers),

@@ -291,6 +291,27 @@ def test_numbers_below_the_normal_range_count_as_0():
     assert torch.tensor([2e-40]) * 0.5 > 0.0
 
 
+WRONG = {
+    "x": [torch.zeros(2, 5, 3, dtype=dtype) for dtype in (torch.float16, torch.float64)],
+    "mask": [torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 5)],
+    "skip": [torch.zeros(4), torch.zeros(3, dtype=torch.float64)],
+    "log_decay": [torch.zeros(3, 3), torch.zeros(6, 2)],
+    "weight_in": [torch.zeros(3, 3), torch.zeros(4, 2), torch.zeros(9, 2), torch.zeros(3, 2, dtype=torch.float64)],
+    "weight_out": [torch.zeros(3, 1), torch.zeros(3, 2, 2)],
+    "initial": [torch.zeros(1, 3, 2), torch.zeros(2, 3, 2, dtype=torch.float64)],
+}
+
+
+@pytest.mark.parametrize("name, value", [(name, value) for name, values in WRONG.items() for value in values])
+def test_tensors_of_other_sizes_are_not_read(name, value):
+    """The operator raises an error for arguments that the public functions have not checked."""
+    call = {"x": torch.zeros(2, 5, 3), "mask": None, "skip": None, "log_decay": torch.zeros(3, 2), "turn": None}
+    call |= {"weight_in": torch.zeros(3, 2), "weight_out": torch.zeros(3, 2), "initial": torch.zeros(2, 3, 2)}
+    assert len(native.operator(*call.values(), None, False, False, True)) == 2
+    with pytest.raises(ValueError, match="^moving_average (needs a contiguous|has 3 channels, but)"):
+        native.operator(*(call | {name: value}).values(), None, False, False, True)
+
+
 @pytest.fixture
 def threads(monkeypatch):
     """Return a function that sets the number of threads, also for small calls."""
