@@ -439,6 +439,8 @@ class MegaMovingAverage(nn.Module):
         self.shift, self.truncation = config.ema_shift, config.truncation
 
     def forward(self, hidden_states: torch.Tensor, layout: Layout, cache: MegaCacheLayer | None = None) -> torch.Tensor:
+        # Typed, because `*parameters` of unknown length could also be the arguments that follow.
+        parameters: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
         parameters = derive(self, "parameters", hidden_states, self.flat)
         skip, options = self.residual_weight, layout.options()
         if cache is None:
@@ -464,10 +466,10 @@ class MegaMovingAverage(nn.Module):
         cache.store(**({"average": state} if self.truncation is None else state._asdict()))
         return output
 
-    def flat(self) -> tuple[torch.Tensor, ...]:
+    def flat(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the parameters of `damped_ema`."""
-        weights = self.damping_factor, self.decay_factor, self.ema_expansion_matrix
-        return *(weight.squeeze(-1) for weight in weights), self.kernel_projection_matrix
+        damping, decay, expansion = self.damping_factor, self.decay_factor, self.ema_expansion_matrix
+        return damping.squeeze(-1), decay.squeeze(-1), expansion.squeeze(-1), self.kernel_projection_matrix
 
 
 class MegaGatedAttention(nn.Module):

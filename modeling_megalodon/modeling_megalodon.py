@@ -214,6 +214,8 @@ class MegalodonMovingAverage(nn.Module):
         self.omega = nn.Parameter(torch.empty(width, 1, dtype=dtype))
 
     def forward(self, x: torch.Tensor, layout: Layout, cache: MegalodonCacheLayer | None = None) -> torch.Tensor:
+        # Typed, because `*parameters` of unknown length could also be the arguments that follow.
+        parameters: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
         parameters, skip = derive(self, "parameters", x, self.flat)
         if cache is None:
             result: Any = complex_ema(x, *parameters, skip, **layout.options())
