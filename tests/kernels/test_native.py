@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from luna_mega.kernels.api import damped_ema
+from luna_mega.kernels.api import damped_ema, diagonal_ssm, diagonal_ssm_step
 from luna_mega.kernels.moving_average import native, torch_backend
 from luna_mega.kernels.moving_average.coefficients import Coefficients, conjugate, powers_less_one
 from tests.distributed.ranks import PATIENCE
@@ -310,6 +310,21 @@ def test_tensors_of_other_sizes_are_not_read(name, value):
     assert len(native.operator(*call.values(), None, False, False, True)) == 2
     with pytest.raises(ValueError, match="^moving_average (needs a contiguous|has 3 channels, but)"):
         native.operator(*(call | {name: value}).values(), None, False, False, True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["x", "log_decay", "phase", "weight", "skip"])
+def test_views_with_negated_values(name):
+    """PyTorch stores the imaginary part of a conjugate, and similar views, with a mark instead of the opposite sign."""
+    call = {"x": torch.randn(2, 20, 3), "log_decay": -torch.rand(3, 2), "phase": torch.randn(3, 2)}
+    call |= {"weight": torch.randn(3, 2, 2), "skip": torch.randn(3)}
+    marked = call | {name: torch._neg_view(-call[name])}
+    assert marked[name].is_neg()
+    assert torch.equal(diagonal_ssm(**marked, backend="native"), diagonal_ssm(**call, backend="native"))
+    step = {"x": call["x"][:, 0], "state": torch.randn(2, 3, 2, 2)}
+    marked |= step | ({"x": torch._neg_view(-step["x"])} if name == "x" else {})
+    expected = diagonal_ssm_step(**call | step, backend="native")
+    assert all(map(torch.equal, diagonal_ssm_step(**marked, backend="native"), expected))
 
 
 @pytest.fixture
