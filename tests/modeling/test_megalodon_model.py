@@ -53,8 +53,8 @@ def test_dropout_on_attention_drops_weights():
     seen = []
 
     def look(module, inputs, output):
-        query, key, value, layout, rotation = inputs[:5]
-        seen.append(module.forward(query, key, torch.ones_like(value), layout, rotation)[0])
+        shared, value, layout, rotation = inputs[:4]
+        seen.append(module.forward(shared, torch.ones_like(value), layout, rotation)[0])
 
     model.megalodon.layers[0].mega.attention.register_forward_hook(look)
     model(padded([8] * 20, 8, "none")[0])
