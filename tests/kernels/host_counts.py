@@ -39,9 +39,9 @@ BUDGETS = {
     "LunaForCausalLM, decoding step": (214, 6),
     "MegaForMaskedLM, training step": (1615, 102),
     "MegaForCausalLM, training step": (1599, 78),
-    "MegaForCausalLM, decoding step": (427, 12),
-    "MegalodonForCausalLM, training step": (2009, 108),
-    "MegalodonForCausalLM, decoding step": (654, 19),
+    "MegaForCausalLM, decoding step": (373, 12),
+    "MegalodonForCausalLM, training step": (1929, 108),
+    "MegalodonForCausalLM, decoding step": (507, 19),
 }
 
 
