@@ -290,7 +290,7 @@ def _outputs(
 def _empty_outputs(
     x: Tensor, weight_out: Tensor, cu_seqlens: Tensor | None, return_state: bool, **_: object
 ) -> tuple[Tensor, Tensor]:
-    sequences = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1  # `len` would specialize a program
     shape = (sequences, x.shape[-1], *weight_out.shape[1:]) if return_state else (0,)
     return x.new_empty(x.shape), weight_out.new_empty(shape)
 
