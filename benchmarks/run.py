@@ -22,10 +22,10 @@ import importlib
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
+import transformers
 from cases import CASES, Case, Size
 from measure import agree, limit_memory, measure
 from report import Row, commit, join, machine, results_file, size_text, write
@@ -120,7 +120,8 @@ def about(arguments: argparse.Namespace, argv: list[str] | None) -> Row:
         **machine(),
         "commit": commit(),
         "command": " ".join(["python benchmarks/run.py", *(sys.argv[1:] if argv is None else argv)]),
-        **{name: version(name) for name in ("torch", "transformers")},
+        "torch": torch.__version__,  # with the build, which the version of the distribution may lack
+        "transformers": transformers.__version__,
         **({"gpu": torch.cuda.get_device_name()} if arguments.device == "cuda" else {}),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "fp32_precision": torch.backends.mkldnn.matmul.fp32_precision,
