@@ -16,6 +16,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.marks import cover
 from tests.parity import report
@@ -30,6 +31,12 @@ if "HF_HOME" not in os.environ and not os.access(Path.home(), os.W_OK):
     atexit.register(shutil.rmtree, os.environ["HF_HOME"], ignore_errors=True)
 
 ROOT = Path(__file__).resolve().parent.parent
+
+# Random members of the contracts: the same in every run of CI; other ones, and more, with --hypothesis-profile=random.
+SHARED = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
+settings.register_profile("fixed", derandomize=True, max_examples=25, **SHARED)
+settings.register_profile("random", derandomize=False, max_examples=1000, **SHARED)
+settings.load_profile("fixed")
 
 
 @pytest.hookimpl(wrapper=True)
