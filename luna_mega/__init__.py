@@ -4,9 +4,9 @@ from pathlib import Path
 
 __version__ = "0.6.0"
 
-# In a checkout, the sub-packages are next to this folder instead of in it.
-if (_root := Path(__file__).resolve().parent.parent).joinpath("setup.cfg").is_file():
-    __path__.append(str(_root))
+# In a checkout, links in this folder lead to the sub-packages beside it. Some systems and archives have no links.
+if not (_folder := Path(__file__).resolve().parent).joinpath("kernels").is_dir():
+    __path__.append(str(_folder.parent))
 
 from luna_mega import compat  # noqa: F401  # first, because it checks the versions of what is imported next
 from luna_mega._cards import add_to_cards

@@ -28,7 +28,7 @@ def test_quickstart_after_pip_install(repo_root, tmp_path):
     checkout, empty, folder = tmp_path / "checkout", tmp_path / "empty", tmp_path / "folder"
     folder.mkdir()
     for name in [*packaged_folders().values(), *SCRIPT_FOLDERS]:
-        shutil.copytree(repo_root / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(repo_root / name, checkout / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for file in filter(Path.is_file, repo_root.iterdir()):
         shutil.copy(file, checkout)
     venv.create(empty, with_pip=True)

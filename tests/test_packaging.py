@@ -112,7 +112,9 @@ def checkout(tmp_path_factory) -> Path:
     for file in filter(Path.is_file, ROOT.iterdir()):
         shutil.copy(file, copy)
     for folder in [*packaged_folders().values(), *SCRIPT_FOLDERS]:
-        shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+        shutil.copytree(
+            ROOT / folder, copy / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__", "*.so")
+        )
     return copy
 
 
@@ -180,6 +182,15 @@ def fake_kernels(tmp_path_factory) -> Path:
 def test_kernels_stays_a_namespace_folder():
     """An __init__.py in `kernels` would hide the PyPI package `kernels`, if Python is started in the checkout."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_links_lead_to_the_packages():
+    """Editors and type checkers find `luna_mega.kernels` by a link to `kernels`; each such package has one."""
+    for package, folder in packaged_folders().items():
+        path = ROOT / package.replace(".", "/")
+        if path.is_file():
+            pytest.skip("this checkout has no links: git wrote files with their targets")
+        assert path.resolve() == ROOT / folder
 
 
 def test_wheel_contains_exactly_the_files_of_the_packages(checkout, built):
@@ -316,14 +327,21 @@ def test_import_does_not_import_what_only_scripts_need():
         ("editable", "outside", True),
         ("editable", "root", True),
         ("none", "root", False),
+        ("none", "without links", False),
     ],
 )
 def test_installed_package_works(way, place, with_kernels, checkout, installed, fake_kernels, tmp_path):
     cwd = checkout if place == "root" else tmp_path
+    if place == "without links":  # as git with core.symlinks=false, and Python's zipfile, write a checkout
+        cwd = checkout = shutil.copytree(checkout, tmp_path / "checkout", symlinks=True)
+        for link in filter(Path.is_symlink, (checkout / "luna_mega").iterdir()):
+            target = link.readlink()
+            link.unlink()
+            link.write_text(str(target), encoding="utf-8")
     environment = {"PYTHONPATH": str(fake_kernels)} if with_kernels else {}
     facts = json.loads(run(installed(way), "-c", PROBE, cwd=cwd, **environment).splitlines()[-1])
     # In the checkout, only the editable installation builds the library.
-    assert facts.pop("library") or (way != "editable" and place == "root")
+    assert facts.pop("library") or (way != "editable" and place != "outside")
     home = installed(way).parent.parent if (way, place) == ("wheel", "outside") else checkout
     assert all(Path(file).is_relative_to(home) for file in facts.pop("files"))
     assert facts == {
