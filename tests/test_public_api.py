@@ -1,4 +1,3 @@
-import ast
 import importlib
 import re
 import subprocess
@@ -90,59 +89,6 @@ def test_supported_versions_do_not_warn(monkeypatch, caplog):
         monkeypatch.setattr(compat, "installed", lambda name, known=versions: known.get(name) and Version(known[name]))
         compat.check_versions()
     assert not caplog.records
-
-
-# Files without these texts are not parsed.
-SUSPECT = re.compile(r"packaging|version_info|__version__|version\(|(hasattr|getattr)\(\s*[\w.]+,\s*['\"]")
-
-
-def version_checks(source):
-    """Return the lines that compare versions, import functions that do so, or check whether a package has a name."""
-    lines, nodes = [], [*ast.walk(ast.parse(source))]
-    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-    packages = re.compile("torch|transformers|triton")
-    names = {
-        alias.asname or alias.name.partition(".")[0]
-        for node in imports
-        for alias in node.names
-        if packages.match(getattr(node, "module", None) or alias.name)
-    }
-    for node in nodes:
-        imported = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
-        imported += " ".join(alias.name for alias in node.names) if isinstance(node, ast.Import) else ""
-        ordered = isinstance(node, ast.Compare) and any(
-            isinstance(x, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for x in node.ops
-        )
-        compared = ast.unparse(node) if ordered else ""
-        function = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
-        optional = function == "hasattr" or function == "getattr" and len(node.args) == 3
-        # Computed names are excluded, and operators, which native libraries register.
-        owner = ast.unparse(node.args[0]) if optional and isinstance(node.args[1], ast.Constant) else ""
-        checked = re.fullmatch(r"[\w.]+", owner) and not owner.startswith("torch.ops.")
-        checked = checked and owner.partition(".")[0] in names
-        compared_version = re.search(r"\b(version_info|__version__|version\()", compared)
-        if "packaging" in imported.split(".") or compared_version or checked:
-            lines.append(node.lineno)
-    return lines
-
-
-def test_only_compat_checks_versions(sources):
-    """No other module compares versions, or checks whether a package has a name."""
-    others = sources.keys() - {"luna_mega/compat.py", "tests/test_public_api.py"}
-    suspects = {name: sources[name] for name in others if SUSPECT.search(sources[name])}
-    assert {name: lines for name, source in suspects.items() if (lines := version_checks(source))} == {}
-
-
-def test_version_checks_are_found():
-    lines = (
-        "from packaging.version import Version",
-        "import sys\nif sys.version_info >= (3, 12): pass",
-        "import torch\nnew = torch.__version__ >= '2.14'",
-        "from importlib.metadata import version\nnew = version('torch') > '2'",
-        "from transformers.utils import generic\nnew = getattr(generic, 'name', None)",
-        "import torch\nnew = hasattr(torch.nn.functional, 'name')",
-    )
-    assert all(SUSPECT.search(line) and version_checks(line) for line in lines)
 
 
 def test_old_python_raises_before_any_import(repo_root):

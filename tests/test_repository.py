@@ -3,37 +3,11 @@
 import ast
 import configparser
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
-import pytest
 import yaml
 
 from luna_mega import compat
-
-
-def commit_hook(root: Path) -> re.Pattern:
-    """Return the pattern that pre-commit searches for in a message, with the flags of its option --multiline."""
-    repositories = yaml.safe_load((root / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
-    (hook,) = [hook for repository in repositories for hook in repository["hooks"] if hook["id"] == "commit-subject"]
-    assert hook["args"] == ["--multiline", "--negate"] and hook["stages"] == ["commit-msg"]
-    return re.compile(hook["entry"], re.MULTILINE | re.DOTALL)
-
-
-def test_subjects_of_commits(repo_root):
-    commits = (repo_root / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## Commits")[2]
-    subjects = [f"[{tag}] A change\n\nA body" for tag in re.findall(r"`\[(\w+)\]`", commits)]
-    assert subjects and all(map(commit_hook(repo_root).search, [*subjects, "[Docs] " + "a" * 65]))
-    wrong = (
-        "[Docs] " + "a" * 66,
-        "a" * 80 + "\n[Fix] short",
-        "No tag",
-        "[Modeling] Another tag",
-        "[Fix]",
-        "\n[Fix] Late",
-    )
-    assert not any(map(commit_hook(repo_root).search, wrong))
 
 
 def workflow(root: Path, name: str) -> dict:
@@ -140,17 +114,3 @@ def test_a_release_is_published_after_all_tests(repo_root):
     }
     for name in ("ci.yml", "full.yml"):
         assert "workflow_call" in workflow(repo_root, name)[True]  # YAML parses the key `on` as true
-
-
-def test_development_lists_the_folders(repo_root):
-    """The page has one line for every folder of the first two levels that contains files of the repository."""
-    page = (repo_root / "docs" / "development.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"`([\w.]+/(?:\w+/)?)`", re.search(r"^## Folders\n(.*?)^## ", page, re.M | re.S)[1]))
-    if not (repo_root / ".git").exists() or not shutil.which("git"):
-        pytest.skip("this is not a clone, or git is not installed")
-    command = ["git", "-c", "safe.directory=*", "ls-files"]  # the checkout may belong to another user
-    files = subprocess.run(command, cwd=repo_root, capture_output=True, encoding="utf-8", check=True).stdout
-    parts = [file.split("/")[:-1] for file in files.splitlines() if "/" in file]
-    found = {f"{part[0]}/" for part in parts} | {"/".join(part[:2]) + "/" for part in parts if len(part) > 1}
-    assert listed >= found - {".github/workflows/", ".github/ISSUE_TEMPLATE/"}
-    assert all((repo_root / folder).is_dir() for folder in listed - {"workflows/", "ISSUE_TEMPLATE/"})

@@ -1,17 +1,17 @@
-"""The README: its length, links and first screen."""
+"""Links of the pages."""
 
 import os
-import re
 import subprocess
+import tomllib
 
 import yaml
 from markdown_it import MarkdownIt
 
-from tests.docs.blocks import ROOT, read
+from tests.docs.blocks import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FOLDERS = ("docs", "examples", "kernels", "tests")
-TABLE_PAGES = sorted(
+PAGES = sorted(
     page.relative_to(ROOT).as_posix()
     for page in [*ROOT.glob("*.md"), *(page for folder in FOLDERS for page in (ROOT / folder).rglob("*.md"))]
 )
@@ -22,12 +22,6 @@ def links(text: str) -> list[str]:
     tokens = [child for token in MarkdownIt().enable("table").parse(text) for child in token.children or ()]
     targets = [token.attrs.get("href") or token.attrs.get("src") for token in tokens]
     return [target for target in targets if target]
-
-
-def test_length():
-    assert len(README.split()) <= 1000
-    for block in read("README.md"):
-        assert block.code.count("\n") <= 16, f"{block} is longer than 16 lines"
 
 
 def test_links_are_relative_and_files_exist():
@@ -50,31 +44,20 @@ def test_links_of_a_release_are_absolute(tmp_path):
 
 
 def test_no_page_names_an_address_of_the_repository():
-    for page in [*TABLE_PAGES, "setup.cfg", "CITATION.cff"]:
+    for page in [*PAGES, "setup.cfg", "CITATION.cff"]:
         assert "/luna-mega/luna-mega" not in (ROOT / page).read_text(encoding="utf-8"), page
 
 
-def test_the_first_block_has_the_commands_that_ci_runs():
-    """The first screen has `make demo` and the test command of a newcomer in `.ci/run`."""
-    block = read("README.md")[0]
-    assert block.line <= 22 and block.language == "bash"
-    demo, test, install = (line.partition("#")[0].strip() for line in block.code.splitlines())
-    assert demo == "make demo" and install.startswith("pip install ")
-    assert re.search(
-        rf'^part ".*" newcomer {test.removeprefix("make ")}$',
-        (ROOT / ".ci" / "run").read_text(encoding="utf-8"),
-        re.MULTILINE,
-    )
+def test_every_page_is_in_the_navigation():
+    with (ROOT / "docs" / "site" / "zensical.toml").open("rb") as file:
+        listed = set(pages(tomllib.load(file)["project"]["nav"]))
+    documents = {page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert documents | {"docs/cli.md"} <= listed  # the page of the command line is written when the site is built
 
 
-def test_rows_of_a_table_have_equal_numbers_of_columns():
-    for page in TABLE_PAGES:
-        table, inside_code = None, False
-        for number, line in enumerate((ROOT / page).read_text(encoding="utf-8").splitlines(), start=1):
-            inside_code ^= line.lstrip().startswith("```")
-            cells = len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", line))) - 1
-            if inside_code or not line.startswith("|"):
-                table = None
-            else:
-                table = table or cells
-                assert cells == table >= 1, f"{page}:{number}: {cells} cells in a table of {table} columns"
+def pages(entry: object) -> list[str]:
+    """Return the pages in an entry of the navigation."""
+    if isinstance(entry, str):
+        return [entry]
+    entries = entry.values() if isinstance(entry, dict) else entry
+    return [page for below in entries for page in pages(below)]
