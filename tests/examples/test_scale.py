@@ -15,7 +15,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from luna_mega.training.streams import Stream
 from tests.examples import test_run_mlm as mlm
-from tests.examples.runs import QUIET, TINY, assert_error, steps, write
+from tests.examples.runs import QUIET, TINY, steps, write
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
@@ -103,27 +103,3 @@ def test_stream_is_split_over_processes(script, tmp_path):
         assert [shares[place % count][place // count] for place in range(12)] == complete
     shares = [streamed(script, tmp_path / "two", rank, 2, files=2) for rank in range(2)]
     assert sorted(sorted(set(share)) for share in shares) == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
-
-
-STREAM = ["--streaming", "true", "--shuffle_buffer", "8", "--do_train"]
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("run_mlm", [], "--streaming needs --max_steps"),
-        ("run_mlm", ["--max_steps", "0"], "--streaming needs --max_steps"),
-        ("run_mlm", ["--max_steps", "2", "--dataloader_num_workers", "2"], "--streaming supports at most 1 worker"),
-        ("run_mlm", ["--max_steps", "2", "--shuffle_buffer", "0"], "--shuffle_buffer 0 must be at least 1"),
-        ("run_mlm", ["--max_steps", "2", "--text_column", "words"], "split train has no column words, only text"),
-        (
-            "run_clm",
-            ["--max_steps", "2", "--validation_share", "0.1"],
-            "--streaming is not supported with --carry_state",
-        ),
-    ],
-)
-def test_streaming_raises(name, options, message, call, corpus, tmp_path):
-    paths = ["--dataset_path", corpus, "--output_dir", tmp_path / "out"]
-    length = ["--block_size" if name == "run_clm" else "--max_seq_length", "32"]
-    assert_error(call, message, name, *paths, *STREAM, *length, *options, output=tmp_path / "out")
