@@ -214,6 +214,7 @@ MISTAKES = {
         (["--clip_each", 0.1], "--clip_each 0.1 must be above 0, with --max_grad_norm 0"),
         (["--warmup_init_lr", 1e-5], "--warmup_init_lr 1e-05 requires --milestones"),
         (["--source_lang", "fr"], "split train has no column translation.fr, only translation"),
+        (["--source_lang", "de"], "--source_lang and --target_lang are both de; pass two languages"),
         (["--target_lang", "fr"], "split train has no column translation.fr, only translation"),
         (["--max_target_length", 1], "--max_target_length 1 must be at least 2"),
         (["--max_source_length", 2], "all training pairs are too long"),
