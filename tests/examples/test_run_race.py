@@ -175,8 +175,6 @@ DATA_ERRORS = {
     "three options": (RACE_ROW, {"options": list("abc")}, "row 1: 3 options instead of 4"),
     "options as text": (RACE_ROW, {"options": "abcd"}, "instead of a list of texts"),
     "answer out of range": (RACE_ROW, {"answer": "E"}, "row 1: label 'E' is not one of A, B, C, D"),
-    "no answer": (RACE_ROW, {"answer": ""}, "row 1: label '' is not one of A, B, C, D; 1 of 2 rows have no label"),
-    "no passage": (RACE_ROW, {"article": None}, "row 1: article is None instead of text"),
     "four choices": (CSQA_ROW, {"choices": {"label": list("ABCD"), "text": list("wxyz")}}, "4 options instead of 5"),
     "other labels": (CSQA_ROW, {"choices": {"label": list("abcde"), "text": list("vwxyz")}}, "are called"),
     "unknown key": (CSQA_ROW, {"answerKey": "F"}, "row 1: label 'F' is not one of A, B, C, D, E"),

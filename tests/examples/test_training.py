@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
@@ -121,24 +120,13 @@ def test_models_and_token_types(bert, tmp_path):
         assert "token_type_ids" not in loaded("a", "b")
 
 
-SPECIALS = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
 V4 = ["hf_mlm_laplace_simple_batchnorm", "hf_mlm_laplace_simple_chunk", "hf_mlm_softmax_rotary_rmsnorm", "hf_seqcls"]
-WORDS = "the film book play was so fine lovely superb poor awful dull red blue good bad".split()
 
 
 @pytest.fixture
 def words(tmp_path):
-    """Save a tokenizer with one token per word; return its option.
-
-    The v4 folders have 100 tokens, fewer than a byte-level BPE needs.
-    """
-    vocabulary = {token: index for index, token in enumerate([*SPECIALS, *WORDS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
-    names = dict(zip(["bos_token", "pad_token", "eos_token", "unk_token", "mask_token"], SPECIALS, strict=True))
-    options = {"model_max_length": 512, "model_input_names": ["input_ids", "attention_mask"]}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names, **options).save_pretrained(tmp_path / "words")
+    """Save a tokenizer of words, return its option; v4 folders have 100 tokens, fewer than a byte-level BPE needs."""
+    train_words([row["text"] for row in reviews(16, seed=0)], 100).save_pretrained(tmp_path / "words")
     return ["--tokenizer_name", tmp_path / "words"]
 
 
