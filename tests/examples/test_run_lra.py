@@ -185,6 +185,13 @@ def test_sizes_of_the_paper_models(script, tmp_path):
         assert network.num_parameters() == pytest.approx(millions * 1e6, abs=500)
 
 
+def test_lengths_of_the_benchmark(script):
+    """Maximum lengths of Tay et al. (2021); sequences of the image tasks have one position per pixel."""
+    lengths = {name: task.max_length for name, task in script("lra.tasks").TASKS.items()}
+    texts = {"listops": 2000, "text": 4096, "retrieval": 4000}
+    assert lengths == texts | {"image": 32**2, "pathfinder": 32**2, "pathx": 128**2}
+
+
 def test_weight_decay_and_warm_up(script, folder, tmp_path, monkeypatch):
     module = script("lra.run_lra")
     monkeypatch.setattr(module.lib.Run, "fit", lambda run, trainer, **steps: trainer)
