@@ -144,6 +144,8 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Se
     kinds = (DataArguments, lib.ModelArguments, Seq2SeqTrainingArguments)
     data, model, training = lib.parse_arguments(kinds, argv)
     run = lib.Run(data, model, training)
+    if data.source_lang == data.target_lang:
+        lib.fail(f"--source_lang and --target_lang are both {data.source_lang}; pass two languages")
     lib.check_least(data, 2, "max_source_length", "max_target_length")
     lib.check_least(data, 1, "num_beams")
     lib.check_choice(data, "average_by", ("last", "best"))

@@ -1,6 +1,5 @@
 import importlib
 import json
-import random
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,8 +12,8 @@ import pytest
 import torch
 from datasets.fingerprint import generate_random_fingerprint
 
-from tests.examples.rows import MAKERS
-from tests.examples.runs import QUIET, write
+from tests.examples.contract import SCRIPTS
+from tests.examples.runs import QUIET
 from tests.quick import compiled_templates as compiled_templates, with_code as with_code, without_code as without_code
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,9 +69,14 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plot only in the tests of copied scripts, because a plot takes longer than two steps of a tiny model."""
-    if request.module.__name__ != "tests.examples.test_copyable":
+    """Plot only with the fixture `with_plots`, because a plot takes longer than two steps of a tiny model."""
+    if "with_plots" not in request.fixturenames:
         monkeypatch.setattr("luna_mega.training.runs.plot_losses", lambda *_: None)
+
+
+@pytest.fixture
+def with_plots() -> None:
+    """Plot the losses as users do."""
 
 
 @pytest.fixture(autouse=True)
@@ -83,16 +87,16 @@ def default_products() -> Iterator[None]:
 
 
 @pytest.fixture
-def train_rows(call, tmp_path) -> Callable[..., Path]:
-    """Return a function that trains on 20 rows of a kind, with 4 in a batch, and returns the output folder."""
+def train(call, tmp_path) -> Callable[..., Path]:
+    """Return a function that trains on 20 rows of a script, with 4 in a batch, and returns the output folder."""
 
-    def run(name: str, script: str, data: str, *options: object) -> Path:
-        draw, more = random.Random(0), 8 if script in ("run_mlm", "run_clm") else 1
-        for split, size in (("train", 20 * more), ("validation", 6 * more)):
-            file = f"{split}.{'parquet' if data in ('images', 'clips') else 'jsonl'}"
-            write([MAKERS[data](draw) for _ in range(size)], tmp_path / f"data-{script}" / file)
-        paths = ["--dataset_path", tmp_path / f"data-{script}", "--output_dir", tmp_path / name, "--do_train"]
-        call(script, "--learning_rate", 0.01, "--per_device_train_batch_size", 4, *paths, *options)
-        return tmp_path / name
+    def run(output: str, name: str, *options: object) -> Path:
+        row, data = SCRIPTS[name], tmp_path / f"data-{name}"
+        if not data.exists():
+            row.write(data, train=20, validation=6)
+        paths = ["--dataset_path", data, "--output_dir", tmp_path / output, "--do_train"]
+        rate = ["--learning_rate", 0.01, "--per_device_train_batch_size", 4]
+        call(name, *row.data, *row.short, *row.model, *rate, *paths, *options)
+        return tmp_path / output
 
     return run

@@ -1,128 +1,294 @@
-"""All scripts match labels by name, since a saved head and the data may order them differently."""
+"""Labels: a table means the same in all formats and scripts, and a saved head keeps its names and their order."""
 
+import csv
+import json
+import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import ClassLabel, Dataset
+from hypothesis import given, strategies as st
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     BertConfig,
-    EvalPrediction,
     ViTConfig,
     Wav2Vec2FeatureExtractor,
 )
 
 import luna_mega
 from luna_mega import LunaConfig
-from luna_mega.training import images
+from luna_mega.training import classification, data, images
 from luna_mega.training.classification import match_labels
 from luna_mega.training.models import CheckpointArguments, label_fields, make_model
 from luna_mega.training.tokenizers import train_bpe
-from tests.examples.rows import COLUMNS
+from tests.examples.contract import BERT, CLASSIFIERS, SCRIPTS, SIDE
 from tests.examples.runs import QUIET, assert_error
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-# Options, name of the label column, and the label names of the data in the order of their ids.
-SCRIPTS = {
-    "run_glue": (["--task_name", "rte", "--max_seq_length", 16], ["entailment", "not_entailment"]),
-    "run_text_classification": (["--max_seq_length", 16], ["bad", "good"]),
-    "run_audio": ([], ["high", "low"]),
-    "run_image_classification": ([], ["left", "right"]),
-    "lra.run_lra": (["--task_name", "text", "--max_seq_length", 16], ["neg", "pos"]),
+SIZES = {name: int(value) for name, value in (item.split("=") for item in BERT.split(","))}
+KINDS = ("csv", "jsonl", "parquet")
+WORDS = [
+    "None",
+    "NA",
+    "nan",
+    "null",
+    "-1",
+    "01",
+    "1e5",
+    "True",
+    "a\nb",
+    "a\tb",
+    ' "a" ',
+    "bad",
+    "good",
+    "Good",
+    "10",
+    "9",
+]
+NUMBERS = [-1, 0, 1, 2, 9, 10]
+NO_LABEL = ["None", "NA", "nan", "-1", "N/A", "", None]
+
+
+def save(labels: list, path: Path) -> None:
+    """Write rows with a text and these labels in the format of the suffix."""
+    path.parent.mkdir(exist_ok=True)
+    rows = [{"text": f"text {index}", "label": label} for index, label in enumerate(labels)]
+    if path.suffix == ".csv":
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, ["text", "label"])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".jsonl":
+        rows = [row | {"label": None if row["label"] != row["label"] else row["label"]} for row in rows]
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+def match(folder: Path, names: list[str] | None = None) -> dict[str, list[int]]:
+    """Return the numbers of the labels of each split, for a head with these names or for a new model."""
+    splits = data.load_files(data.find_files(str(folder)))
+    model = CheckpointArguments()
+    if names:
+        place = folder.with_name(f"{folder.name}-model")
+        LunaConfig(**label_fields(names)).save_pretrained(place)
+        model.model_name_or_path = str(place)
+    training = SimpleNamespace(do_train="train" in splits)
+    outputs = match_labels(model, classification.class_names(splits, "label"), training).outputs
+    return {name: classification.class_numbers(split, "label", outputs, name)[1] for name, split in splits.items()}
+
+
+@st.composite
+def tables(draw) -> tuple[str, list, list]:
+    """Return a format, labels of classes, and rows of classes and of labels that are no class."""
+    kind, values = draw(st.sampled_from(KINDS)), draw(st.sampled_from((WORDS, NUMBERS)))
+    classes = draw(st.lists(st.sampled_from(values), min_size=2, max_size=4, unique=True))
+    missing = [None, math.nan, -1] if values is NUMBERS else NO_LABEL
+    missing = [label for label in missing if label not in classes]
+    rows = draw(st.lists(st.sampled_from([*classes, *missing]), min_size=1, max_size=4))
+    return kind, classes, [classes[0], *rows]
+
+
+@given(table=tables())
+def test_tables(tmp_path_factory, capsys, table):
+    """Names of the training data are classes, sorted as numbers if all are; others, and empty fields, are no label."""
+    kind, classes, rows = table
+    folder = tmp_path_factory.mktemp("table") / "data"
+    save([*classes, classes[0]], folder / f"train.{kind}")
+    for split in ("validation", "test"):
+        save(rows, folder / f"{split}.{kind}")
+    names = sorted(map(str, classes))
+    if all(re.fullmatch("-?[0-9]+", name) for name in names):
+        names.sort(key=int)
+    numbers = [names.index(str(label)) if label in classes else -100 for label in rows]
+    labeled = [number for number in numbers if number >= 0]
+    trained = [names.index(str(label)) for label in [*classes, classes[0]]]
+    capsys.readouterr()
+    assert match(folder) == {"train": trained, "validation": labeled, "test": numbers}
+    count = f"{len(numbers) - len(labeled)} of {len(numbers)} rows have no label"
+    expected = [f"split validation: {count} and are left out", f"split test: {count}"] * (labeled != numbers)
+    assert sorted(x for x in capsys.readouterr().out.splitlines() if x.startswith("split")) == sorted(expected)
+
+    # the same rows for a saved head with these names, in the reversed order
+    (folder / f"train.{kind}").unlink()
+    again = match(folder, names[::-1])
+    assert again["test"] == [number if number < 0 else len(names) - 1 - number for number in numbers]
+    if labeled != numbers:
+        save(rows, folder / f"train.{kind}")
+        message = "(split train, row .*: label .* is not one of|has the labels .*, but not)"
+        assert_error(match, message, folder, names)
+
+
+@given(ids=st.lists(st.sampled_from([0, 1, *NO_LABEL]), min_size=1, max_size=5), kind=st.sampled_from(KINDS))
+def test_ids_of_a_task(tmp_path_factory, ids, kind):
+    """GLUE and the Long Range Arena name the ids of their columns; a regression has the same rows without a label."""
+    is_text = any(isinstance(label, str) for label in ids)
+    folder, rows = tmp_path_factory.mktemp("table"), [0, *ids]
+    save([str(label) if is_text and label is not None else label for label in rows], folder / f"train.{kind}")
+    split = data.load_files(data.find_files(str(folder)))["train"]
+    kept = [index for index, label in enumerate(rows) if label in (0, 1)]
+    options = [split, "label", {"no": 1, "yes": 0}]
+    found, numbers = classification.class_numbers(*options, "validation", ("no", "yes"))
+    assert numbers == [1 - rows[index] for index in kept] and found["text"][:] == [f"text {index}" for index in kept]
+    found, scores = classification.read_scores(split, "validation")
+    assert scores == [float(rows[index]) for index in kept] and len(found) == len(kept)
+    if len(kept) < len(rows):
+        advice = f"{len(rows) - len(kept)} of {len(rows)} rows have no label, remove them"
+        message = f"split train, row .: label .* is not one of no, yes; {advice}"
+        assert_error(classification.class_numbers, message, *options, "train", ("no", "yes"))
+        message = f"split train, row .: label .* is not a number; {advice}"
+        assert_error(classification.read_scores, message, split, "train")
+
+
+def test_other_labels(capsys):
+    """-1 is no label, also if a class of a `ClassLabel` has that name; a score and a label have one value."""
+    split = Dataset.from_dict({"label": [0, -1, 1]}).cast_column("label", ClassLabel(names=["-1", "1"]))
+    assert classification.class_numbers(split, "label", {"-1": 0, "1": 1}, "test")[1] == [0, -100, 1]
+    assert capsys.readouterr().out == "split test: 1 of 3 rows have no label\n"
+    for label in ([["a", "b"]], [{"name": "a"}]):
+        split = Dataset.from_dict({"text": ["a"], "label": label})
+        message = r"split train, row 0: label .* is not a name or a number; each row has one label"
+        assert_error(classification.class_names, message, {"train": split}, "label")
+        assert_error(classification.class_numbers, message, split, "label", {"a": 0}, "train")
+    for label in ("good", "inf"):
+        split = Dataset.from_dict({"label": ["0.5", label]})
+        assert_error(classification.read_scores, f"row 1: label '{label}' is not a number", split, "test")
+
+
+def test_lines_of_predictions(tmp_path):
+    names = ["a\nb", "a\tb", "a\u2028b", "c"]
+    output = SimpleNamespace(predictions=np.eye(4), metrics={})
+    trainer = SimpleNamespace(
+        predict=lambda split: output,
+        model=SimpleNamespace(config=LunaConfig(**label_fields(names))),
+        args=SimpleNamespace(output_dir=str(tmp_path)),
+        is_world_process_zero=lambda: True,
+        log_metrics=lambda *_: None,
+        save_metrics=lambda *_: None,
+    )
+    classification.write_predictions(trainer, None)
+    lines = (tmp_path / "predictions.tsv").read_text(encoding="utf-8").splitlines()
+    assert lines == ["index\tprediction", "0\ta\\nb", "1\ta\\tb", "2\ta\\u2028b", "3\tc"]
+
+
+def read(script, name: str, folder: Path, *options: object) -> tuple[dict[str, list[int]], list[str]]:
+    """Return the label ids of each split that a script has read, and the names of the outputs of the model."""
+    row, module = SCRIPTS[name], script(name)
+    paths = ["--dataset_path", folder, "--output_dir", folder / "out", *QUIET]
+    task = ["--task_name", "rte"] * (name == "run_glue")
+    parsed = module.parse([str(option) for option in [*row.data, *row.short, *task, *paths, *options]])
+    splits, _, config = module.load_data(*parsed[:3])[:3]
+    found = {split: [int(row.get("labels", -100)) for row in rows] for split, rows in splits.items()}
+    return found, [config.id2label[index] for index in range(config.num_labels)]
+
+
+def rows_of(name: str, labels: list) -> list[dict]:
+    """Return rows of a script with these labels; RTE has two texts."""
+    row = SCRIPTS[name].rows(1, 0)[0]
+    return [row | dict.fromkeys(("sentence1", "sentence2"), "a b") | {SCRIPTS[name].label: x} for x in labels]
+
+
+# The label of a class, of no class, and of the other class, as the data leave them.
+LEFT = {
+    "run_glue": [0, -1, 1],
+    "run_text_classification": ["x", None, "y"],
+    "run_audio": ["x", "", "y"],
+    "run_image_classification": [0.0, math.nan, 1.0],
+    "run_race": ["A", "NA", "B"],
+    "lra.run_lra": [0, -1, 1],
 }
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+def test_scripts(name, script, tmp_path, capsys):
+    """Each script evaluates the rows with a label, and says how many have none."""
+    for split in ("train", "validation", "test"):
+        labels = LEFT[name][::2] if split == "train" else LEFT[name]
+        Dataset.from_list(rows_of(name, labels)).to_parquet(tmp_path / f"{split}.parquet")
+    found, _ = read(script, name, tmp_path, *SCRIPTS[name].model, "--do_train", "--do_eval", "--do_predict")
+    test = [-100] * 3 if name == "run_glue" else [0, -100, 1]  # GLUE does not publish the labels of test splits
+    assert found == {"train": [0, 1], "validation": [0, 1], "test": test}
+    assert capsys.readouterr().out.count("1 of 3 rows have no label") == 2 - (name == "run_glue")
 
 
 def save_head(script, name: str, labels: list[str], folder: Path) -> Path:
     """Save the configuration and the tokenizer or processor of a classifier with these labels."""
     fields = {**SIZES, **label_fields(labels)}
     if name == "run_audio":
-        fields |= {"input_type": "values", "max_position_embeddings": 50}
+        fields |= {"input_type": "values", "max_position_embeddings": 100}
         Wav2Vec2FeatureExtractor(sampling_rate=1000, return_attention_mask=True).save_pretrained(folder)
     elif name == "run_image_classification":
-        fields |= {"image_size": 8, "patch_size": 4, "num_channels": 1}
-        images.make_processor(8, 1, [0.5], [0.5], False).save_pretrained(folder)
+        fields |= {"image_size": SIDE, "patch_size": 4, "num_channels": 1}
+        images.make_processor(SIDE, 1, [0.5], [0.5], False).save_pretrained(folder)
     else:
         tasks = script("lra.tasks")
         lra = name == "lra.run_lra"
-        made = tasks.make_tokenizer("bytes", tasks.CONVENTIONS["ours"], 16) if lra else train_bpe(["a b"], 300, 16)
+        made = tasks.make_tokenizer("bytes", tasks.CONVENTIONS["ours"], 32) if lra else train_bpe(["a b"], 300, 32)
         made.save_pretrained(folder)
-        fields |= {"vocab_size": len(made), "pad_token_id": 1, "max_position_embeddings": 16}
+        fields |= {"vocab_size": len(made), "pad_token_id": 1, "max_position_embeddings": 32}
     (ViTConfig if name == "run_image_classification" else LunaConfig)(**fields).save_pretrained(folder)
     return folder
 
 
-def save_data(name: str, labels: list[str], folder: Path) -> Path:
-    """Save splits whose four rows have the labels 0, 1, 1 and 0, with these names."""
-    table = Dataset.from_list([COLUMNS[name] | {"label": label} for label in (0, 1, 1, 0)])
-    folder.mkdir()
-    for split in ("train", "validation"):
-        table.cast_column("label", ClassLabel(names=labels)).to_parquet(folder / f"{split}.parquet")
-    return folder
-
-
-@pytest.fixture
-def load(script, tmp_path):
-    """Return a function that loads the data of a script for a model with these labels.
-
-    It returns the label ids of the rows, and the label names of the model.
-    """
-
-    def call(name: str, head: list[str], *more: str) -> tuple[list[int], list[str]]:
-        options, labels = SCRIPTS[name]
-        model, data = save_head(script, name, head, tmp_path / "model"), tmp_path / "data"
-        if not data.exists():
-            save_data(name, labels, data)
-        paths = ["--model_name_or_path", model, "--dataset_path", data, "--output_dir", tmp_path / "out"]
-        module = script(name)
-        parsed = module.parse([*map(str, [*paths, *options, *more, *QUIET])])
-        splits, config = {}, None
-        for part in module.load_data(*parsed[:3]):
-            splits, config = (part, config) if isinstance(part, dict) else (splits, part)
-            if hasattr(part, "id2label"):
-                break
-        (split,) = splits.values()
-        row = split[0]
-        column = split["label" if "label" in row else "labels"]
-        return [int(label) for label in column], [config.id2label[index] for index in range(config.num_labels)]
-
-    return call
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_labels_are_matched_by_name(name, load, capsys):
+@pytest.mark.parametrize("name", [name for name in CLASSIFIERS if name != "run_race"])
+def test_labels_are_matched_by_name(name, script, tmp_path, capsys):
     """The head keeps its label order. Training with other names requires the option for a new head."""
-    labels = SCRIPTS[name][1]
-    head = [label.upper() for label in reversed(labels)]
-    assert load(name, head, "--do_eval") == ([1, 0, 0, 1], head)
+    labels = ["entailment", "not_entailment"] if name == "run_glue" else ["bad", "good"]
+    for split in ("train", "validation"):
+        table = Dataset.from_list(rows_of(name, [0, 1, 1, 0])).cast_column("label", ClassLabel(names=labels))
+        table.to_parquet(tmp_path / f"{split}.parquet")
+
+    def load(head: list[str], *options: str) -> tuple[list[int], list[str]]:
+        found, names = read(script, name, tmp_path, "--model_name_or_path", tmp_path / "model", *options)
+        return *found.values(), names
+
+    def saved(head: list[str]) -> list[str]:
+        save_head(script, name, head, tmp_path / "model")
+        return head
+
+    head = saved([label.upper() for label in reversed(labels)])
+    assert load(head, "--do_eval") == ([1, 0, 0, 1], head)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("labels are matched by name") and line.endswith(f"the data has {', '.join(labels)}")
-    assert load(name, labels, "--do_train") == ([0, 1, 1, 0], labels)
+    assert load(saved(labels), "--do_train") == ([0, 1, 1, 0], labels)
     assert capsys.readouterr().out == ""
     first, second = labels
     message = f"has the labels {first}, other, but not {second} of the data; pass --ignore_mismatched_sizes to train"
-    assert_error(load, message, name, [first, "other"], "--do_train")
-    assert load(name, [first, "other"], "--do_train", "--ignore_mismatched_sizes") == ([0, 1, 1, 0], labels)
+    assert_error(load, message, saved([first, "other"]), "--do_train")
+    assert load(head, "--do_train", "--ignore_mismatched_sizes") == ([0, 1, 1, 0], labels)
     assert "are replaced by a new head" in capsys.readouterr().out
+    for side in ("--do_train", "--do_eval"):
+        assert load(saved(["LABEL_0", "LABEL_1"]), side) == ([0, 1, 1, 0], labels)
+        assert capsys.readouterr().out.count("has no label names") == (side == "--do_eval")
 
 
-@pytest.mark.parametrize("side", ["--do_train", "--do_eval"])
-def test_default_names(side, load, capsys):
-    assert load("run_text_classification", ["LABEL_0", "LABEL_1"], side) == ([0, 1, 1, 0], ["bad", "good"])
-    assert capsys.readouterr().out.count("has no label names") == (side == "--do_eval")
+HEADS = {
+    "a subset": (["a", "b", "c"], ["c", "a"], {"c": 2, "a": 0}),
+    "no labels": (["a", "b"], [], {}),
+    "names that differ in case": (["A", "a"], ["a"], {"a": 1}),
+    "ids": (["LABEL_0", "LABEL_1", "LABEL_2"], ["0", "2"], {"0": 0, "2": 2}),
+    "default names": (["LABEL_0", "LABEL_1"], ["LABEL_1", "LABEL_0"], {"LABEL_1": 1, "LABEL_0": 0}),
+    "ids of names": (["a", "b"], ["0", "1"], "has the labels a, b, but not 0, 1 of the data; rename the latter"),
+    "fewer names": (["LABEL_0", "LABEL_1", "LABEL_2"], ["a", "b"], "3 labels without names, but the data has 2: a, b"),
+}
 
 
-def test_metrics_of_a_head_in_another_order(script, examples_dir):
-    """F1 counts predictions of the task's label 1 for any order of the head's labels."""
-    module, draw = script("run_glue"), np.random.default_rng(0)
-    data = module.DataArguments(task_name="mrpc", metric_path=str(examples_dir / "metrics" / "glue_metrics"))
-    logits, labels = draw.normal(size=(30, 2)), draw.integers(0, 2, 30)
-    expected = module.make_metrics(data, [0, 1])(EvalPrediction(logits, labels))
-    assert module.make_metrics(data, [1, 0])(EvalPrediction(logits[:, ::-1], 1 - labels)) == expected
-    assert expected["f1"] != pytest.approx(expected["accuracy"])
+@pytest.mark.parametrize("case", HEADS)
+def test_evaluation_of_a_head(case, tmp_path):
+    own, names, expected = HEADS[case]
+    LunaConfig(**label_fields(own)).save_pretrained(tmp_path)
+    training, arguments = SimpleNamespace(do_train=False), CheckpointArguments(str(tmp_path))
+    if isinstance(expected, str):
+        assert_error(match_labels, expected, arguments, names, training)
+    else:
+        labels = match_labels(arguments, names, training)
+        assert labels.names == own and {name: labels.outputs[name] for name in names} == expected
 
 
 @pytest.mark.parametrize("kind", ["luna", "pair", "bert"])
@@ -140,27 +306,3 @@ def test_new_head_of_the_same_size(kind, tmp_path):
         changed = {name for name, value in saved.state_dict().items() if not torch.equal(made[name], value)}
         assert len(changed) == {"same": 0, "new": 1, "fewer": 2}[labels]  # the bias is initialized to 0
         assert all(name.startswith("classifier") and len(made[name]) == len(names) for name in changed)
-
-
-CASES = {
-    "a subset": (["a", "b", "c"], ["c", "a"], {"c": 2, "a": 0}),
-    "no labels": (["a", "b"], [], {}),
-    "names that differ in case": (["A", "a"], ["a"], {"a": 1}),
-    "ids": (["LABEL_0", "LABEL_1", "LABEL_2"], ["0", "2"], {"0": 0, "2": 2}),
-    "default names": (["LABEL_0", "LABEL_1"], ["LABEL_1", "LABEL_0"], {"LABEL_1": 1, "LABEL_0": 0}),
-    "ids of names": (["a", "b"], ["0", "1"], "has the labels a, b, but not 0, 1 of the data; rename the latter"),
-    "fewer names": (["LABEL_0", "LABEL_1", "LABEL_2"], ["a", "b"], "3 labels without names, but the data has 2: a, b"),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_evaluation(case, tmp_path):
-    own, names, expected = CASES[case]
-    LunaConfig(**label_fields(own)).save_pretrained(tmp_path)
-    training = SimpleNamespace(do_train=False, process_index=0)
-    arguments = CheckpointArguments(str(tmp_path))
-    if isinstance(expected, str):
-        assert_error(match_labels, expected, arguments, names, training)
-    else:
-        labels = match_labels(arguments, names, training)
-        assert labels.names == own and {name: labels.outputs[name] for name in names} == expected

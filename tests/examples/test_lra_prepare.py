@@ -54,6 +54,13 @@ def test_listops(prepare, tmp_path):
     assert [row["split"] for row in card.data.configs[0]["data_files"]] == ["train", "validation", "test"]
 
 
+def test_trees_that_repeat(prepare, tmp_path):
+    """Further batches replace trees that occur twice."""
+    options = ["--train", 180, "--validation", 0, "--test", 0, "--processes", 1, "--min_length", 3, "--max_length", 5]
+    prepare("listops", "--output_dir", tmp_path, *options)
+    assert len(set(load_dataset(str(tmp_path))["train"]["source"])) == 180
+
+
 def test_shape_of_the_trees(script):
     """Trees are within the benchmark's limits for depth, arguments, and length."""
     listops = script("lra.listops")
@@ -71,8 +78,14 @@ def test_shape_of_the_trees(script):
         assert 500 < len(source) < 2000 and deepest <= 9 and 2 <= min(arguments) and max(arguments) <= 10
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size, count", [(32, 8), pytest.param(128, 2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "size, count",
+    [
+        (32, 1),
+        pytest.param(32, 8, marks=pytest.mark.slow),
+        pytest.param(128, 2, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
+    ],
+)
 def test_pathfinder(script, size, count):
     """Labels match the geometry used to draw the image, and can be determined from the image."""
     pathfinder = script("lra.pathfinder")

@@ -1,172 +1,386 @@
-"""Mistakes of a first hour with the scripts: each ends with one line that names the option and what to do."""
+"""Mistakes: each ends with one line that names the value and what to do, before anything is written."""
 
+from importlib.util import find_spec
+
+import datasets
 import pytest
-from datasets import Dataset
+from hypothesis import given, settings, strategies as st
+from safetensors.torch import load_file
 
+from luna_mega.errors import reason
+from luna_mega.training.data import SourceArguments, load_splits
+from tests.examples.contract import BERT, MEGA, SCRIPTS
 from tests.examples.runs import TINY, assert_error, write
+from tests.marks import slow_but
 
-# Options of each script; {data} is a folder with the splits of `ROWS`.
-SCRIPTS = {
-    "run_glue": ["--task_name", "sst2"],
-    "run_text_classification": ["--text_columns", "sentence"],
-    "run_race": [],
-    "run_mlm": ["--text_column", "sentence"],
-    "run_clm": ["--text_column", "sentence"],
-    "run_translation": [],
-    "run_audio": ["--audio_column", "sentence"],
-    "run_image_classification": ["--image_column", "sentence"],
-    "lra.run_lra": [],
-}
-PATHS = {
-    "recipe": ("--recipe", "--recipe {missing}: no such file", "--recipe {folder} is a folder, not a file"),
-    "data": ("--dataset_path", "--dataset_path {missing}: no such folder", "--dataset_path {file} is a file, not a f"),
-    "output": ("--output_dir", None, "--output_dir {file} is a file, not a folder"),
-    "model": (
-        "--model_name_or_path",
-        "--model_name_or_path {missing}: no such folder; pass a folder or a",
-        "--model_name_or_path {file}: is a file; pass a folder or a name on the Hub",
-    ),
-    "files": ("--train_files", "--train_files {missing}: no such file", "--train_files {folder} is a folder, not a"),
-    "tests": ("--test_paths", "--test_paths {missing}: no such folder", "--test_paths {file} is a file, not a folder"),
-}
+WORKS = {"train": 16, "validation": 6, "test": 4}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Return a function that returns a folder with valid data of a script, which is written once."""
+    place = tmp_path_factory.mktemp("data")
+
+    def folder(name):
+        return place / name if (place / name).exists() else SCRIPTS[name].write(place / name, **WORKS)
+
+    return folder
 
 
 @pytest.fixture
-def options(tmp_path):
-    write([{"sentence": "a film", "label": index % 2} for index in range(8)], tmp_path / "data" / "train.csv")
-    return ["--do_train", "--dataset_path", tmp_path / "data", "--output_dir", tmp_path / "out"]
+def main(script, tmp_path):
+    """Return a function that runs a script up to the training, and beyond if nothing is wrong."""
+
+    def run(name, data, *options):
+        row = SCRIPTS[name]
+        paths = ["--dataset_path", data, "--output_dir", tmp_path / "out", "--use_cpu", "--do_train", "--max_steps", 1]
+        return script(name).main([*map(str, [*row.data, *row.short, *row.model, *paths, *options])])
+
+    return run
 
 
-def parse(script, name, *arguments):
-    return script(name).parse([*SCRIPTS[name], *map(str, arguments)])
+EVERY = {  # {folder} exists, {file} is a file, {missing} does not exist
+    "recipe": (["--recipe", "{missing}"], "--recipe {missing}: no such file"),
+    "recipe is a folder": (["--recipe", "{folder}"], "--recipe {folder} is a folder, not a file"),
+    "data": (["--dataset_path", "{missing}"], "--dataset_path {missing}: no such folder"),
+    "data is a file": (["--dataset_path", "{file}"], "--dataset_path {file} is a file, not a folder"),
+    "output is a file": (["--output_dir", "{file}"], "--output_dir {file} is a file, not a folder"),
+    "output in a file": (["--output_dir", "{file}/out"], "--output_dir {file} is a file, not a folder"),
+    "model": (
+        ["--model_name_or_path", "{missing}"],
+        "--model_name_or_path {missing}: no such folder; pass a folder or",
+    ),
+    "model is a file": (["--model_name_or_path", "{file}"], "{file}: is a file; pass a folder or a name on the Hub"),
+    "model of nowhere": (["--model_name_or_path", "x/y"], "x/y: no such folder, and the Hub cannot be reached"),
+    "not finite": (["--learning_rate", "nan"], "--learning_rate nan must be a finite number"),
+    "infinite": (["--max_grad_norm", "inf"], "--max_grad_norm inf must be a finite number"),
+    "no checkpoint": (["--resume_from_checkpoint", "last"], "--resume_from_checkpoint last: no checkpoint there"),
+    "nothing to do": (["--do_train", "false"], "nothing to do; pass --do_train, --do_eval or --do_predict"),
+    "nothing to evaluate": (["--do_train", "false", "--do_eval"], "need --model_name_or_path"),
+    "strategies": (["--load_best_model_at_end", "--save_strategy", "steps"], "save and eval strategy"),
+    "token of the Hub": (["--hub_token", "x"], "--hub_token: Trainer would push it"),
+    "license": (["--license", "my\nown"], "--license"),
+    "field": (["--config_overrides", "width=3"], "has no field width"),
+    "another type": (["--config_overrides", "lunar.hidden_size=1"], "there is no model type lunar; use luna.FIELD"),
+    "no model": (["--model_type", "megga", "--config_overrides", ""], "megga"),
+    "no data": (["--dataset_path", "{folder}"], "{folder} has no split train; "),
+}
 
 
-@pytest.mark.parametrize("case", PATHS)
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_paths(script, options, tmp_path, name, case):
-    option, missing, other = PATHS[case]
-    if {"files": "run_mlm", "tests": "run_translation"}.get(case, name) != name:
-        pytest.skip("not an option of this script")
+def test_mistakes_of_every_script(name, main, folders, tmp_path):
     (tmp_path / "file").touch()
-    places = {"missing": tmp_path / "nowhere", "file": tmp_path / "file", "folder": tmp_path}
-    if missing is not None:
-        assert_error(parse, missing.format(**places), script, name, *options, option, places["missing"])
-    kind = "file" if "{file}" in other else "folder"
-    assert_error(parse, other.format(**places), script, name, *options, option, places[kind], output=tmp_path / "out")
-    if case == "output":
-        assert_error(parse, other.format(**places), script, name, *options, option, tmp_path / "file" / "out")
+    (tmp_path / "folder").mkdir()
+    places = {place: str(tmp_path / place) for place in ("missing", "file", "folder")}
+    for options, message in EVERY.values():
+        options = [option.format(**places) for option in options]
+        assert_error(main, message.format(**places), name, folders(name), *options, output=tmp_path / "out")
+    (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
+    assert_error(main, "checkpoint-5 already exists; pass --resume_from_checkpoint last", name, folders(name))
+
+
+SMALL = f"{TINY},position_embedding_type=none"
+MISTAKES = {
+    "run_glue": [
+        (["--task_name", "squad"], "--task_name squad must be one of cola, mnli"),
+        (["--config_overrides", "hidden_size=16,num_attention_heads=3"], "must be divisible"),
+        (["--config_overrides", "pooling=max"], "pooling must be one of"),
+        (["--vocab_size", 100], r"vocab_size \(100\) must be at least 261"),
+        (["--config_overrides", f"{TINY},vocab_size=200"], "the model has vocab_size=200"),
+        (["--config_overrides", "mega.projection_length=16"], "mega has no field projection_length"),
+        (["--early_stopping_patience", 2], "needs --load_best_model_at_end"),
+        (["--max_train_samples", 0], "split train is empty"),
+        (["--token_dropout", 1], r"--token_dropout 1.0: must be in \[0, 1\)"),
+        (["--token_dropout", -0.1], r"--token_dropout -0.1: must be in \[0, 1\)"),
+        (["--do_predict", "--task_name", "mnli"], "has no split test_matched, test_mismatched"),
+        (
+            ["--model_type", "luna_seq2seq", "--config_overrides", ""],
+            "luna_seq2seq is not supported: transformers has no",
+        ),
+        (["--tokenizer_name", "teachr"], "--tokenizer_name teachr: no such folder, and the Hub cannot be reached"),
+        (["--metric_path", "glue"], "--metric_path glue .*doesn't exist on the Hugging Face Hub"),
+        (["--dataset_path", "\x1b[31mdata"], r"\\x1b\[31m"),
+        *(
+            (["--model_type", "mega", "--config_overrides", f"{MEGA},{overrides}"], message)
+            for overrides, message in (
+                (
+                    "attention_activation=sigmoid",
+                    "attention_activation must be one of softmax, laplace, relu2, got 'sig",
+                ),
+                ("normalization_type=groupnorm", "normalization_type must be one of layernorm"),
+                ("use_chunking=true", "use_chunking needs a chunk_size of at least 1"),
+            )
+        ),
+    ],
+    "run_text_classification": [
+        (["--validation_share", 1], r"--validation_share 1.0 must be in \[0, 1\)"),
+        (["--validation_share", -0.1], r"--validation_share -0.1 must be in \[0, 1\)"),
+        (["--text_columns", "a", "b", "c"], "--text_columns a b c must be one column, or two columns for pairs"),
+        (["--text_columns", "review"], "split train has no column review, only sentence, text, label"),
+        (["--label_column", "stars"], "split train has no column stars, only sentence, text, label"),
+        (["--dataset_name", "stanfordnlp/imdb"], "pass one of --dataset_name and --dataset_path"),
+    ],
+    "run_race": [
+        (["--task_name", "swag"], "--task_name swag must be one of race, csqa"),
+        (
+            ["--model_type", "megalodon", "--config_overrides", ""],
+            "megalodon is not supported: transformers has no Auto",
+        ),
+    ],
+    "run_mlm": [
+        (["--do_predict"], "no test predictions"),
+        (["--mlm_probability", 1.5], "--mlm_probability 1.5 must be between 0 and 1"),
+        (["--mlm_probability", 0], "--mlm_probability 0.0 must be between 0 and 1"),
+        (["--short_seq_prob", -0.1], "--short_seq_prob -0.1 must be between 0 and 1"),
+        (["--short_seq_prob", 1.5], "--short_seq_prob 1.5 must be between 0 and 1"),
+        (["--max_seq_length", 1], "--max_seq_length 1 must be at least 2"),
+        (["--max_seq_length", 4000], "split train has too little text for one block of 4000 tokens"),
+        (["--text_column", "sentence"], "split train has no column sentence, only text"),
+        (["--dataset_name", "a/b"], "pass one of --dataset_name, --dataset_path, or --train_files and --validation_f"),
+        (["--train_files", "{missing}"], "--train_files {missing}: no such file"),
+        (["--train_files", "{folder}"], "--train_files {folder} is a folder, not a file"),
+        (["--streaming", "true", "--max_steps", 0], "--streaming needs --max_steps"),
+        (["--streaming", "true", "--dataloader_num_workers", 2], "--streaming supports at most 1 worker"),
+        (["--streaming", "true", "--shuffle_buffer", 0], "--shuffle_buffer 0 must be at least 1"),
+        (["--streaming", "true", "--text_column", "words"], "split train has no column words, only text"),
+        (
+            ["--model_type", "t5", "--config_overrides", ""],
+            "t5 is not supported: transformers has no AutoModelForMasked",
+        ),
+    ],
+    "run_clm": [
+        (["--tokenization", "syllable"], "must be one of char, byte, bpe, word"),
+        (["--line_end", "dot"], "must be one of newline, eos"),
+        (["--validation_share", 1.5], "must be in"),
+        (["--model_type", "t5"], "t5 has no causal language model"),
+        (["--model_type", "llama", "--carry_state", "true"], "requires a recurrent state: --model_type luna or mega"),
+        (["--block_size", 100000], "too few for blocks of 100000"),
+        (["--carry_state", "true", "--block_size", 5000], "too few for 8 blocks"),
+        (["--min_block_size", 12], "must be multiples of the chunk size 8"),
+        (["--min_block_size", 24], "--min_block_size 24 and --block_size 16"),
+        (["--carry_state", "true", "--min_block_size", 8], "--min_block_size is not supported with --carry_state"),
+        (["--carry_state", "true", "--gradient_checkpointing", "true"], "--carry_state requires a single process"),
+        (["--carry_state", "true", "--auto_find_batch_size", "true"], "--auto_find_batch_size is not supported with"),
+        (["--streaming", "true", "--validation_share", 0.1], "--streaming is not supported with --carry_state"),
+        (["--streaming", "true", "--carry_state", "true"], "--streaming is not supported with --carry_state"),
+        (["--do_predict"], "no test predictions"),
+        *(
+            (["--carry_state", "true", "--model_type", model, "--config_overrides", overrides], message)
+            for model, overrides, message in (
+                (
+                    "luna",
+                    TINY,
+                    "tokens, but the model has 16 positions; pass --config_overrides position_embedding_type",
+                ),
+                ("mega", f"{MEGA},relative_positional_bias=simple", "relative_positional_bias=rotary"),
+                ("luna", f"{SMALL},layerdrop=0.1", "but layerdrop=0.1 skips some"),
+            )
+        ),
+    ],
+    "run_audio": [
+        (["--do_eval", "--hold_out", "speaker=3"], "split train has no column speaker, only clip"),
+        (["--do_eval", "--hold_out", "take=9"], "take=9 must select some of the 16 training rows, got 0"),
+        (["--do_eval", "--hold_out", "take=0,1,2,3"], "must select some of the 16 training rows, got 16"),
+        (["--audio_column", "audio"], "split train has no column audio, only clip"),
+        (["--audio_column", "take"], "column take contains '0' instead of a clip"),
+        (["--rate_column", "rate"], "split train has no column rate"),
+        (["--rate_column", "label"], "sampling rate of a clip must be a positive integer, got 0"),
+        (["--random_noise", -1], "--random_noise -1.0 must be at least 0"),
+        (["--random_gain", -1], "--random_gain -1.0 must be at least 0"),
+        (["--random_shift", -1], "--random_shift -1.0 must be at least 0"),
+        (["--sampling_rate", 0], "--sampling_rate 0 must be above 0"),
+        (["--random_speed", 1], "--random_speed 1.0 must be below 1"),
+        (["--max_seconds", 0], "--max_seconds 0.0 must be above 0"),
+        (["--max_seconds", 0.0001], "split train, row 0: clip is empty, not finite or"),
+        (["--config_overrides", f"{MEGA},relative_positional_bias=simple,max_positions=8"], "do not fit in the 8"),
+        (["--config_overrides", f"{MEGA},input_type=tokens"], "the model reads tokens .input_type., not values"),
+    ],
+    "run_image_classification": [
+        (["--patch_size", 3], "--patch_size 3 does not divide the size of the images, 8"),
+        (["--channels", 2], "--channels 2 must be 1 or 3"),
+        (["--image_size", 0], "--image_size 0 must be at least 1"),
+        (["--repeated_augmentation", 0], "--repeated_augmentation 0 must be at least 1"),
+        (["--mixup", -1], "--mixup -1.0 must be at least 0"),
+        (["--random_erasing", 0.2], "--random_erasing 0.2 is a part of timm's transform"),
+        (["--image_mean", 0.5, 0.5], "must have 1 numbers, got 2 and 1"),
+        (["--image_column", "photo"], "no column photo, only image, label"),
+        (["--auto_augment", "none", "--horizontal_flip"], "--auto_augment crops and flips"),
+        (["--mixup", 0.8], r"this augmentation requires timm, run `pip install '\.\[vision\]'`"),
+    ],
+    "lra.run_lra": [
+        (["--task_name", "texts"], "--task_name texts must be one of listops, text"),
+        (["--task_name", "image"], "split train has no column image, only sentence, text, label"),
+        (["--convention", "s4"], "--convention s4 must be one of ours, luna, mega"),
+        (["--pixels", "bits"], "--pixels bits must be one of values, tokens"),
+        (["--mlm_probability", 1], "--mlm_probability 1.0 must be between 0 and 1"),
+        (["--self_pretraining_steps", -1], "--self_pretraining_steps -1 must be at least 0"),
+        (["--max_seq_length", 3], "--max_seq_length 3 must be at least 4"),
+        (["--warmup_power", 2, "--lr_scheduler_type", "cosine"], "requires --lr_scheduler_type linear"),
+        (
+            ["--paper_model", "true", "--model_type", "transformer", "--config_overrides", ""],
+            "--paper_model is not avail",
+        ),
+    ],
+    "run_translation": [
+        (["--clip_each", 0.1], "--clip_each 0.1 must be above 0, with --max_grad_norm 0"),
+        (["--clip_each", 0, "--max_grad_norm", 0], "--clip_each 0.0 must be above 0, with --max_grad_norm 0"),
+        (["--warmup_init_lr", 1e-5], "--warmup_init_lr 1e-05 requires --milestones"),
+        (["--source_lang", "fr"], "split train has no column translation.fr, only translation"),
+        (["--source_lang", "de"], "--source_lang and --target_lang are both de; pass two languages"),
+        (["--target_lang", "fr"], "split train has no column translation.fr, only translation"),
+        (["--max_target_length", 1], "--max_target_length 1 must be at least 2"),
+        (["--max_source_length", 2], "all training pairs are too long"),
+        (["--num_beams", 0], "--num_beams 0 must be at least 1"),
+        (["--milestones", 5], "--milestones requires --lr_scheduler_type constant_with_warmup, got linear"),
+        (["--lr_scheduler_type", "constant_with_warmup", "--milestones", 5, 2], "must be sorted"),
+        (["--average_by", "worst"], "must be one of last, best"),
+        (["--average_checkpoints", 3, "--save_total_limit", 2], "is above --save_total_limit"),
+        (["--do_predict", "--test_paths", "{folder}", "{folder}"], "the folders must have different names"),
+        (["--test_paths", "{missing}"], "--test_paths {missing}: no such folder"),
+        (["--test_paths", "{file}"], "--test_paths {file} is a file, not a folder"),
+        (
+            ["--model_type", "bert", "--config_overrides", BERT],
+            "bert is not supported: transformers has no AutoModelForSeq2SeqLM",
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_of_a_script(name, main, folders, tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    places = {place: str(tmp_path / place) for place in ("missing", "file", "folder")}
+    for options, message in MISTAKES[name]:
+        if "requires timm" in message and find_spec("timm"):
+            continue
+        for place, path in places.items():
+            options = [str(option).replace(f"{{{place}}}", path) for option in options]
+            message = message.replace(f"{{{place}}}", path)
+        assert_error(main, message, name, folders(name), *options, output=tmp_path / "out")
+
+
+WITHOUT_A_SPLIT = {"run_text_classification": "pass --validation_share", "run_audio": "pass --hold_out"}
+WITHOUT_A_SPLIT["run_clm"] = WITHOUT_A_SPLIT["run_text_classification"]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_missing_splits_and_files(name, main, folders, tmp_path):
+    """A missing split, an empty file, two formats, and files without any row."""
+    row, out = SCRIPTS[name], tmp_path / "out"
+    data = tmp_path / "data"
+    train = (folders(name) / f"train.{row.suffix}").read_bytes()
+    data.mkdir()
+    (data / f"train.{row.suffix}").write_bytes(train)
+    advice = WITHOUT_A_SPLIT.get(name, "files are called validation.parquet")
+    assert_error(main, f"has no split validation, only train; {advice}", name, data, "--do_eval", output=out)
+    (data / "validation.txt").write_text("a\n", encoding="utf-8")
+    assert_error(main, "cannot load|has no column|CSV|same data file format", name, data, "--do_eval", output=out)
+    (data / f"train.{row.suffix}").write_bytes(b"")
+    assert_error(main, f"train.{row.suffix} is empty", name, data, output=out)
+    (data / f"train.{row.suffix}").unlink()
+    header = ",".join(SCRIPTS[name].rows(1, 0)[0])
+    for suffix, content in (("csv", f"{header}\n"), ("jsonl", "\n"), ("txt", "\n \n")):
+        (data / f"train.{suffix}").write_text(content, encoding="utf-8")
+        message = "cannot load|has no column|too little text|too few|a split has no rows|too short"
+        assert_error(main, message, name, data, output=out)
+        (data / f"train.{suffix}").unlink()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_incomplete_rows(name, main, tmp_path):
+    """A missing column, a row without a text, and a row without a label."""
+    row, out = SCRIPTS[name], tmp_path / "out"
+    rows = row.rows(6, 0)
+    for column in [*row.texts, *([row.label] if row.label else [])]:
+        without = [{key: value for key, value in one.items() if key != column} for one in rows]
+        data = write(without, tmp_path / f"no-{column}" / "train.jsonl") if row.suffix != "parquet" else None
+        data = data or write(without, tmp_path / f"no-{column}" / "train.parquet")
+        if len(without[0]):
+            assert_error(main, f"split train has no column {column}, only ", name, data, output=out)
+        empty = [one | {column: None} if index == 1 else one for index, one in enumerate(rows)]
+        data = write(empty, tmp_path / f"empty-{column}" / f"train.{row.suffix}")
+        if column == row.label:
+            message = "split train, row 1: label .* is not one of .*; 1 of 6 rows have no label, remove them"
+        else:
+            message = f"split train, row 1: {column} is None instead of text"
+        assert_error(main, message, name, data, output=out)
+
+
+DAMAGED = ["run_glue", "run_mlm", "run_race", "run_image_classification"]
+
+
+@settings(max_examples=12)
+@given(name=st.sampled_from(DAMAGED), cut=st.floats(0, 0.999), flipped=st.floats(0, 0.999), byte=st.integers(0, 255))
+def test_damaged_files(script, folders, tmp_path_factory, name, cut, flipped, byte):
+    """A file that was cut, and of which one byte was changed, is read, or is an error of one line."""
+    row, place = SCRIPTS[name], tmp_path_factory.mktemp("damaged")
+    content = bytearray((folders(name) / f"train.{row.suffix}").read_bytes())
+    content[int(flipped * len(content))] = byte
+    (place / f"train.{row.suffix}").write_bytes(content[: len(content) - int(cut * len(content))])
+    options = [*row.data, *row.short, *row.model, "--dataset_path", place, "--output_dir", place / "out", "--use_cpu"]
+    module = script(name)
+    parsed = module.parse([*map(str, [*options, "--do_train"])])
+    try:
+        with parsed[3].reading():
+            module.load_data(*parsed[:3])
+    except SystemExit as error:
+        assert str(error).startswith("error: ") and "\n" not in str(error)
+    assert not (place / "out").exists()
+
+
+def glue(data, *options):
+    """Return the script, its data, and options of a run that diverges."""
+    return ["run_glue", data, "--learning_rate", 1e30, "--weight_decay", 1e30, "--max_grad_norm", 0, *options]
+
+
+# 3 steps: the gradients become NaN; 1 step: only the final weights diverge
+@pytest.mark.parametrize("steps", slow_but([1], [1, 3]))
+def test_a_model_that_diverges_is_not_saved(main, folders, tmp_path, steps):
+    """Checkpoints are finite even if no loss or gradient is logged, because Trainer pushes them to the Hub."""
+    options = ["--max_steps", steps, "--logging_steps", 1 if steps == 1 else 100, "--save_steps", 1]
+    message = "(the training diverged|the gradients are NaN).* no model was saved"
+    assert_error(main, message, *glue(folders("run_glue"), *options))
+    assert not {"README.md", "model.safetensors"} & {file.name for file in (tmp_path / "out").glob("*")}
+    for file in tmp_path.glob("out/checkpoint-*/model.safetensors"):
+        assert all(tensor.isfinite().all() for tensor in load_file(file).values())
+
+
+@pytest.mark.parametrize("variable", ["HF_HOME", "HF_DATASETS_CACHE"])
+def test_a_cache_that_cannot_be_written(folders, tmp_path, monkeypatch, variable):
+    """The message names the variable to set, and not only the data."""
+    (tmp_path / "file").touch()
+    cache = tmp_path / "file" / "cache"  # not even root can create a folder in a file
+    monkeypatch.setenv(variable, str(cache))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache / "datasets")
+    message = f"cache of Hugging Face, {cache}, cannot be written .*; set the environment variable {variable} to"
+    data = SourceArguments(dataset_path=str(folders("run_glue")))
+    assert_error(lambda: load_splits({"train": None}, data, ["sentence"]), message)
+    for error in (FileNotFoundError(2, "No such file", str(tmp_path / "x")), OSError("no file")):
+        assert "HF_" not in reason(error)
+
+
+HUB = {
+    **dict.fromkeys(["run_glue", "run_text_classification", "run_mlm"], ["--dataset_name", "a/b"]),
+    "prepare_text": ["--source", "a/b", "text"],
+    "lra.prepare": ["text", "--source", "a/b"],
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_names_of_datasets(script, tmp_path, name):
+    """They are checked with one request, before datasets connects again and again."""
+    row = ["--do_train", *SCRIPTS[name].data] if name in SCRIPTS else []
+    option = "dataset_path" if name in SCRIPTS else "source"
+    message = rf"a/b: no such folder, and the Hub cannot be reached (.*), or pass a local folder with --{option}"
+    assert_error(script(name).main, message, [*HUB[name], *row, "--output_dir", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize("name", ["prepare_text", "lra.prepare"])
 @pytest.mark.parametrize("option", ["source", "output_dir"])
 def test_files_instead_of_folders_of_data(script, tmp_path, name, option):
     (tmp_path / "file").touch()
-    source, output = (tmp_path / "file" if option == kind else tmp_path for kind in ("source", "output_dir"))
+    source, output = (str(tmp_path / "file" if option == kind else tmp_path) for kind in ("source", "output_dir"))
     options = ["text", "--source", source, "--output_dir", output]
-    if name == "prepare_text":
-        options = ["--source", source, "text", "--output_dir", output]
-    message = f"--{option} {tmp_path}/file is a file, not a folder"
-    assert_error(script(name).main, message, [str(part) for part in options])
-
-
-def test_base_of_a_recipe(script, options, tmp_path):
-    (tmp_path / "a.yaml").write_text("recipe: b.yaml\n", encoding="utf-8")
-    message = f"--recipe {tmp_path}/b.yaml: no such file"
-    assert_error(parse, message, script, "run_glue", *options, "--recipe", tmp_path / "a.yaml")
-
-
-@pytest.mark.parametrize("option", ["model_name_or_path", "tokenizer_name"])
-def test_names_of_models(script, options, option):
-    """They are checked before the data is read, with one request."""
-    message = f"--{option} teachr: no such folder, and the Hub cannot be reached"
-    assert_error(parse, message, script, "run_glue", *options, f"--{option}", "teachr")
-
-
-DATASETS = {
-    "run_glue": ["--do_train", "--output_dir", "OUT", "--dataset_name", "a/b"],
-    "run_text_classification": ["--do_train", "--output_dir", "OUT", "--dataset_name", "a/b"],
-    "run_mlm": ["--do_train", "--output_dir", "OUT", "--dataset_name", "a/b"],
-    "prepare_text": ["--output_dir", "OUT", "--source", "a/b", "text"],
-    "lra.prepare": ["text", "--output_dir", "OUT", "--source", "a/b"],
-}
-
-
-@pytest.mark.parametrize("name", DATASETS)
-def test_names_of_datasets(script, tmp_path, name):
-    """They are checked with one request, before datasets connects again and again."""
-    options = [str(tmp_path / "out") if part == "OUT" else part for part in [*SCRIPTS.get(name, []), *DATASETS[name]]]
-    folder = "source" if "--source" in options else "dataset_path"
-    message = rf"a/b: no such folder, and the Hub cannot be reached (.*), or pass a local folder with --{folder}"
-    assert_error(script(name).main, message, options)
-
-
-ADVICE = {
-    "run_glue": "has no split validation, only train; files are called validation.parquet",
-    "run_text_classification": "has no split validation, only train; pass --validation_share",
-    "run_clm": "has no split validation, only train; pass --validation_share",
-    "run_mlm": "has no split validation, only train; files are called validation.parquet",
-    "run_audio": "has no split validation, only train; pass --hold_out",
-    "run_image_classification": "has no split validation, only train; files are called validation.parquet",
-}
-
-
-def load(script, name, options):
-    """Read the data of a script."""
-    data, model, training, run = parse(script, name, *options)
-    with run.reading():
-        script(name).load_data(data, model, training)
-
-
-@pytest.mark.parametrize("name", ADVICE)
-def test_no_validation_split(script, options, name):
-    assert_error(load, ADVICE[name], script, name, [*options, "--do_eval"])
-
-
-def test_no_validation_split_on_the_hub(script, monkeypatch, tmp_path):
-    split = Dataset.from_dict({"text": ["a film"], "label": [0]})
-    monkeypatch.setattr(
-        "luna_mega.training.data.load_from_hub", lambda *args, **options: {"train": split, "test": split}
-    )
-    options = ["--do_eval", "--do_train", "--output_dir", tmp_path, "--dataset_name", "a/b"]
-    message = "a/b has no split validation, only train, test; pass --validation_share to use a part of the split train"
-    assert_error(load, message, script, "run_text_classification", options)
-    message = (
-        "a/b has no split validation, only train, test; pass a dataset or, with --dataset_path, a folder that has it"
-    )
-    assert_error(load, message, script, "run_mlm", options)
-
-
-TABLES = {
-    "empty": ("", "train.csv is empty"),
-    "only a header": ("sentence,label\n", "cannot load .*: a split has no rows"),
-    "no labels": (
-        "sentence,label\na film,\na book,\n",
-        "the column label has no labels|row 0: label None is not one|has no column sampling_rate",
-    ),
-    "no texts": (
-        "sentence,label\n,0\n,1\n",
-        "sentence is None instead of text|has no column sampling_rate|an image cannot be read",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", TABLES)
-@pytest.mark.parametrize("name", ["run_glue", "run_text_classification", "run_audio", "run_image_classification"])
-def test_incomplete_tables(script, options, tmp_path, name, case):
-    content, message = TABLES[case]
-    (tmp_path / "data" / "train.csv").write_text(content, encoding="utf-8")
-    assert_error(load, message, script, name, options)
-
-
-@pytest.mark.parametrize("name", ["run_mlm", "run_clm"])
-@pytest.mark.parametrize("kind", ["txt", "jsonl"])
-def test_streams_without_text(script, tmp_path, name, kind):
-    (tmp_path / "data").mkdir()
-    content = "\n \n\n" * 20 if kind == "txt" else '{"text": " "}\n' * 20
-    (tmp_path / "data" / f"train.{kind}").write_text(content, encoding="utf-8")
-    options = ["--do_train", "--streaming", "true", "--max_steps", 2, "--dataset_path", tmp_path / "data"]
-    options += ["--output_dir", tmp_path / "out", "--model_type", "luna", "--config_overrides", TINY]
-    length = "--max_seq_length" if name == "run_mlm" else "--block_size"
-    options += ["--vocab_size", 300, length, 32]
-    main = script(name).main
-    assert_error(main, f"too little text for one example; reduce {length}", [str(part) for part in options])
+    options = ["--source", source, "text", "--output_dir", output] if name == "prepare_text" else options
+    assert_error(script(name).main, f"--{option} {tmp_path}/file is a file, not a folder", options)

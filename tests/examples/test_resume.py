@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,30 +12,24 @@ import torch
 from safetensors.torch import load_file
 
 from luna_mega.training.streams import Reseeded
+from tests.examples.contract import BERT, CHUNKS, MEGA
 from tests.examples.runs import TINY, assert_error, log_history, steps
 from tests.marks import slow_but
 
-MEGA = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,nffn_hidden_size=16,shared_representation_size=8"
-MEGA += ",ema_projection_size=4"
-BERT = "hidden_size=16,num_hidden_layers=1,num_attention_heads=2,intermediate_size=16"
-CHUNKS = f"{MEGA},use_chunking=true,chunk_size=8"
 MEGALODON = "hidden_size=16,num_hidden_layers=1,num_attention_heads=1,shared_representation_size=8,value_size=16"
 MEGALODON += ",intermediate_size=16,ema_projection_size=2,norm_num_groups=4,chunk_size=8,dropout_prob=0.1"
 # An epoch has five steps. The checkpoint is in the middle of the second epoch and of the steps between two logs.
 STEPS, SAVED = 9, 7
 CUT = ["--max_steps", STEPS, "--save_steps", SAVED, "--logging_steps", 3]
 COSTS = ("runtime", "per_second", "_time", "total_flos")
-
-
-GLUE = ["run_glue", "text", "--task_name", "sst2", "--max_seq_length", 16]
-TEXT = ["run_text_classification", "text", "--max_seq_length", 16]
-MLM = ["run_mlm", "text", "--max_seq_length", 16, "--mlm_probability", 0.3]
-CLM = ["run_clm", "text", "--block_size", 16, "--eval_context", 32, "--tokenization", "char"]
-AUDIO = ["run_audio", "clips", "--model_type", "mega", "--config_overrides", f"{MEGA},normalization_type=batchnorm"]
-IMAGES = ["run_image_classification", "images", "--model_type", "mega", "--patch_size", 4, "--center_crop", "false"]
-IMAGES += ["--config_overrides", f"{MEGA},drop_path_rate=0.2,relative_positional_bias=rotary"]
-LRA = ["lra.run_lra", "text", "--task_name", "text", "--max_seq_length", 32]
-TRANSLATION = ["run_translation", "pairs", "--max_source_length", 24, "--max_target_length", 24, "--vocab_size", 270]
+GLUE, CLM, TRANSLATION = ["run_glue"], ["run_clm"], ["run_translation"]
+TEXT = ["run_text_classification", "--model_type", "mega", "--config_overrides"]
+MLM = ["run_mlm", "--max_seq_length", 16, "--mlm_probability", 0.3]
+IMAGES = [
+    "run_image_classification",
+    "--config_overrides",
+    f"{MEGA},drop_path_rate=0.2,relative_positional_bias=rotary",
+]
 EVALUATED = ["--do_eval", "--eval_strategy", "steps", "--eval_steps", 2]
 CASES: dict[str, list] = {
     "glue": [*GLUE, "--token_dropout", 0.2, *EVALUATED],
@@ -49,10 +44,10 @@ CASES: dict[str, list] = {
     "glue, noise": [*GLUE, "--neftune_noise_alpha", 5],
     "glue, bert": [*GLUE, "--model_type", "bert", "--config_overrides", BERT],
     "glue, start": [*GLUE, *EVALUATED, "--eval_on_start"],
-    "text": [*TEXT, "--model_type", "mega", "--config_overrides", f"{MEGA},normalization_type=batchnorm"],
-    "text, dropout": [*TEXT, "--model_type", "mega", "--config_overrides", CHUNKS, "--token_dropout", 0.3],
-    "race": ["run_race", "race", "--max_seq_length", 24],
-    "race, mega": ["run_race", "race", "--max_seq_length", 24, "--model_type", "mega", "--config_overrides", MEGA],
+    "text": [*TEXT, f"{MEGA},normalization_type=batchnorm"],
+    "text, dropout": [*TEXT, CHUNKS, "--token_dropout", 0.3],
+    "race": ["run_race"],
+    "race, mega": ["run_race", "--model_type", "mega", "--config_overrides", MEGA],
     "mlm": [*MLM, "--short_seq_prob", 0.3],
     "mlm, by length": [*MLM, "--short_seq_prob", 0.9, "--train_sampling_strategy", "group_by_length",
                        "--per_device_train_batch_size", 32],
@@ -72,14 +67,14 @@ CASES: dict[str, list] = {
                                MEGALODON],
     "clm, carried, accumulation": [*CLM, "--config_overrides", CHUNKS, "--carry_state", "true",
                                    "--gradient_accumulation_steps", 2, "--per_device_train_batch_size", 2],
-    "audio": [*AUDIO, "--random_shift", 0.01, "--random_speed", 0.1, "--random_gain", 3, "--random_noise", 0.1],
+    "audio": ["run_audio", "--random_shift", 0.01, "--random_speed", 0.1, "--random_gain", 3, "--random_noise", 0.1],
     "images": [*IMAGES, "--crop_padding", 1, "--horizontal_flip", "true", "--label_smoothing_factor", 0.1],
     # These require timm.
     "images, timm": [*IMAGES, "--image_size", 32, "--auto_augment", "rand-m9-mstd0.5-inc1", "--random_erasing", 0.5,
                      "--mixup", 0.8, "--cutmix", 1.0],
     "images, repeated": [*IMAGES, "--repeated_augmentation", 2, "--mixup", 0.8],
-    "lra": [*LRA, "--warmup_power", 2, "--warmup_steps", 4],
-    "lra, pretrained": [*LRA, "--self_pretraining_steps", 2],
+    "lra": ["lra.run_lra", "--warmup_power", 2, "--warmup_steps", 4],
+    "lra, pretrained": ["lra.run_lra", "--self_pretraining_steps", 2],
     "translation": [*TRANSLATION, "--clip_each", 0.1, "--max_grad_norm", 0, "--label_smoothing_factor", 0.1],
     "translation, milestones": [*TRANSLATION, "--model_type", "mega", "--config_overrides", MEGA, "--milestones", 4, 8,
                                 "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 2],
@@ -101,14 +96,9 @@ def assert_equal(resumed: Path, complete: Path, after: int) -> None:
 
 
 @pytest.fixture
-def train(train_rows) -> Callable[..., Path]:
+def train(train) -> Callable[..., Path]:
     """Return a function that trains with a checkpoint, and returns the output folder."""
-
-    def run(name: str, script: str, data: str, *options: object) -> Path:
-        tiny = [] if "--config_overrides" in options else ["--config_overrides", f"{TINY},dropout=0.1"]
-        return train_rows(name, script, data, *CUT, *tiny, *options)
-
-    return run
+    return lambda output, name, *options: train(output, name, *CUT, *options)
 
 
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
@@ -180,6 +170,20 @@ def test_early_stopping_of_a_run_without(train):
     checkpoint = complete / "checkpoint-3"
     resumed = train("resumed", *STOPPED, "--resume_from_checkpoint", checkpoint)
     assert steps(resumed) == 7  # the checkpoint has counted no evaluations
+
+
+def test_last_checkpoint(train, tmp_path):
+    """`last` is the newest complete checkpoint; a run that is killed while it saves leaves an incomplete one."""
+    options = [*GLUE, "--save_steps", 3]
+    output = train("out", *options)
+    complete = shutil.copytree(output, tmp_path / "complete")
+    state = (output / "checkpoint-6" / "trainer_state.json").read_text(encoding="utf-8")
+    shutil.rmtree(output / "checkpoint-9")
+    for step, content in ((8, None), (9, state[:40])):
+        (output / f"checkpoint-{step}").mkdir()
+        if content is not None:
+            (output / f"checkpoint-{step}" / "trainer_state.json").write_text(content, encoding="utf-8")
+    assert_equal(train("out", *options, "--resume_from_checkpoint", "last"), complete, after=6)
 
 
 @pytest.fixture

@@ -1,19 +1,20 @@
 import json
 import random
-from functools import partial
 from pathlib import Path
 
+import evaluate
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 from datasets import Dataset
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from scipy.stats import pearsonr, spearmanr
+from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
+from transformers import AutoModelForSequenceClassification, EvalPrediction
 
 from luna_mega.training.classification import hide_tokens
 from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
-from tests.examples.runs import assert_complete, assert_error, sentence, write, write_splits
+from tests.examples.runs import sentence, write
 
 RUN = ["run_glue", "--max_seq_length", 32]
 TINY = f"{runs.TINY},dropout=0.1"
@@ -34,54 +35,11 @@ def rows(task: str, size: int, seed: int) -> list[dict]:
     return examples
 
 
-@pytest.fixture
-def sst2(tmp_path):
-    return write_splits(partial(rows, "sst2"), tmp_path / "sst2", train=64, validation=32, test=8)
-
-
 def scratch(task: str, data: Path, output: Path) -> list:
     return [
         *("--task_name", task, "--dataset_path", data, "--output_dir", output, "--do_train"),
         *("--config_overrides", TINY, "--vocab_size", 300, "--per_device_train_batch_size", 8),
     ]
-
-
-def test_single_sentences_from_scratch_and_then_another_task(run, sst2, tmp_path):
-    output = tmp_path / "out"
-    summary = run(
-        *scratch("sst2", sst2, output),
-        *("--do_eval", "--do_predict", "--learning_rate", 0.02, "--num_train_epochs", 6, "--eval_strategy", "epoch"),
-        *("--save_strategy", "epoch", "--load_best_model_at_end", "--early_stopping_patience", 2),
-        *("--train_sampling_strategy", "group_by_length"),  # must not change the order of the predictions
-    )
-    assert summary["eval_accuracy"] == 1.0
-    assert_complete(output)
-    assert json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["best_metric"] == 1.0
-
-    # The saved folder is sufficient to reproduce the written predictions and label names.
-    model = AutoModelForSequenceClassification.from_pretrained(output).eval()
-    tokenizer = AutoTokenizer.from_pretrained(output)
-    assert model.config.id2label == {0: "negative", 1: "positive"}
-    texts = [row["sentence"] for row in rows("sst2", 8, seed=8)]
-    with torch.no_grad():
-        predicted = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits.argmax(-1).tolist()
-    table = pd.read_csv(output / "SST-2.tsv", sep="\t")
-    assert table.columns.tolist() == ["index", "prediction"]
-    assert table["prediction"].tolist() == predicted == [row["label"] for row in rows("sst2", 8, seed=8)]
-
-    # The script evaluates the folder with the same result as after training, and fine-tunes it for another task.
-    again = ["--task_name", "sst2", "--dataset_path", sst2, "--output_dir", tmp_path / "again", "--do_eval"]
-    again = run(*again, "--model_name_or_path", output)
-    assert again["eval_loss"] == pytest.approx(summary["eval_loss"], abs=1e-6) and "train_loss" not in again
-    for split, size in (("train", 8), ("validation", 8), ("test", 4)):
-        write(rows("stsb", size, seed=size), tmp_path / "stsb" / f"{split}.csv")
-    second = ["--task_name", "stsb", "--dataset_path", tmp_path / "stsb", "--output_dir", tmp_path / "second"]
-    second += ["--model_name_or_path", output, "--do_train", "--do_eval", "--do_predict", "--max_steps", 1]
-    summary = run(*second, "--ignore_mismatched_sizes", "--config_overrides", "dropout=0.3")
-    assert {"eval_pearson", "eval_spearmanr", "eval_combined_score"} <= set(summary)
-    config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "second").config
-    assert (config.num_labels, config.problem_type, config.dropout, config.hidden_size) == (1, "regression", 0.3, 16)
-    assert np.isfinite(pd.read_csv(tmp_path / "second" / "STS-B.tsv", sep="\t")["prediction"]).all()
 
 
 def test_pairs_with_two_validation_sets(run, tmp_path):
@@ -102,80 +60,11 @@ def test_pairs_with_two_validation_sets(run, tmp_path):
     assert state["best_metric"] == max(entry.get("eval_matched_accuracy", 0) for entry in state["log_history"])
 
 
-def test_command_line_overrides_recipe(run, script, sst2, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("task_name: sst2\ndo_train: true\nlearning_rate: 1e-5\nmax_steps: 7\nseed: 3\n", encoding="utf-8")
-    data, _, training, _ = script("run_glue").parse(["--recipe", str(recipe), "--max_steps", "1", "--output_dir", "x"])
-    assert (data.task_name, training.do_train, training.seed) == ("sst2", True, 3)
-    assert (training.learning_rate, training.max_steps) == (1e-5, 1)
-    assert training.metric_for_best_model == "accuracy"
-
-
-ERRORS = {
-    "unknown task": (["--task_name", "squad"], "--task_name squad must be one of cola, mnli"),
-    "unknown field": (["--config_overrides", "width=3"], "luna has no field width"),
-    "bad field value": (["--config_overrides", "hidden_size=16,num_attention_heads=3"], "must be divisible"),
-    "bad choice": (["--config_overrides", "pooling=max"], "pooling must be one of"),
-    "small vocabulary": (["--vocab_size", "100"], r"vocab_size \(100\) must be at least 261"),
-    "vocabulary above the model's": (["--config_overrides", f"{TINY},vocab_size=200"], "the model has vocab_size=200"),
-    "no checkpoint": (["--resume_from_checkpoint", "last"], "--resume_from_checkpoint last: no checkpoint there"),
-    "early stopping": (["--early_stopping_patience", "2"], "needs --load_best_model_at_end"),
-    "strategies": (["--load_best_model_at_end"], "save and eval strategy"),
-    "no training samples": (["--max_train_samples", "0"], "split train is empty"),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), ERRORS.values(), ids=ERRORS)
-def test_invalid_options_are_one_line(options, message, run, sst2, tmp_path):
-    assert_error(run, message, *scratch("sst2", sst2, tmp_path / "out"), *options, output=tmp_path / "out")
-
-
-def test_another_padding_token_than_the_tokenizer(run, sst2, tmp_path):
+def test_another_padding_token_than_the_tokenizer(train):
     """Trainer sets the padding token of the tokenizer, and the first position does not change."""
-    output = tmp_path / "out"
-    run(*scratch("sst2", sst2, output), "--max_steps", 1, "--config_overrides", f"{TINY},pad_token_id=5")
+    output = train("out", "run_glue", "--max_steps", 1, "--config_overrides", f"{TINY},pad_token_id=5")
     config = json.loads((output / "config.json").read_text(encoding="utf-8"))
     assert (config["pad_token_id"], config["first_position"]) == (1, 6)
-
-
-def test_nothing_to_do_and_nothing_to_evaluate(run, tmp_path):
-    with pytest.raises(SystemExit, match="nothing to do"):
-        run("--task_name", "sst2", "--output_dir", tmp_path)
-    with pytest.raises(SystemExit, match="need --model_name_or_path"):
-        run("--task_name", "sst2", "--output_dir", tmp_path, "--do_eval")
-
-
-def test_checkpoints_of_another_run_are_not_overwritten(run, sst2, tmp_path):
-    (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
-    with pytest.raises(SystemExit, match="checkpoint-5 already exists; pass --resume_from_checkpoint last"):
-        run(*scratch("sst2", sst2, tmp_path / "out"))
-
-
-WRONG_DATA = {
-    "empty": ([], "empty|cannot load"),
-    "no text column": ([{"text": "a", "label": 0}], "split train has no column sentence, only text, label"),
-    "no label column": ([{"sentence": "a"}], "no column label"),
-    "label out of range": ([{"sentence": "a", "label": 1}, {"sentence": "b", "label": 2}], "row 1: label 2 is not one"),
-    "no text": ([{"sentence": "a", "label": 0}, {"sentence": None, "label": 0}], "row 1: sentence is None"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG_DATA)
-def test_invalid_data_is_one_line(case, run, tmp_path):
-    examples, message = WRONG_DATA[case]
-    write(examples, tmp_path / "data" / "train.jsonl")
-    assert_error(run, message, *scratch("sst2", tmp_path / "data", tmp_path / "out"))
-
-
-def test_missing_split_mixed_files_and_hub_without_network(run, sst2, tmp_path):
-    (sst2 / "test-00000-of-00001.parquet").unlink()
-    with pytest.raises(SystemExit, match="has no split test"):
-        run(*scratch("sst2", sst2, tmp_path / "out"), "--do_predict")
-    write(rows("sst2", 4, seed=0), sst2 / "test.jsonl")
-    with pytest.raises(SystemExit, match="same data file format for all splits"):
-        run(*scratch("sst2", sst2, tmp_path / "out"), "--do_predict")
-    with pytest.raises(SystemExit, match="cannot load nyu-mll/glue"):
-        run("--task_name", "sst2", "--output_dir", tmp_path / "out", "--do_train")
 
 
 def test_hidden_tokens(script):
@@ -195,11 +84,72 @@ def test_hidden_tokens(script):
         hide_tokens(plain, tokenizer, 1.0, 0)
 
 
-@pytest.mark.parametrize(
-    "text, message", [("learning_rat: 1", "unknown option learning_rat"), ("- 1", "option: value"), ("a: [", "recipe")]
-)
-def test_wrong_recipes(text, message, run, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(text, encoding="utf-8")
-    with pytest.raises(SystemExit, match=message):
-        run("--recipe", recipe)
+def test_another_task(train, run, tmp_path):
+    """A classifier is fine-tuned for a regression, with another dropout."""
+    first = train("first", "run_glue", "--max_steps", 1)
+    for split, size in (("train", 8), ("validation", 8), ("test", 4)):
+        write(rows("stsb", size, seed=size), tmp_path / "stsb" / f"{split}.csv")
+    options = ["--task_name", "stsb", "--dataset_path", tmp_path / "stsb", "--output_dir", tmp_path / "second"]
+    options += ["--model_name_or_path", first, "--do_train", "--do_eval", "--do_predict", "--max_steps", 1]
+    summary = run(*options, "--ignore_mismatched_sizes", "--config_overrides", "dropout=0.3")
+    assert {"eval_pearson", "eval_spearmanr", "eval_combined_score"} <= set(summary)
+    config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "second").config
+    assert (config.num_labels, config.problem_type, config.dropout, config.hidden_size) == (1, "regression", 0.3, 16)
+    assert np.isfinite(pd.read_csv(tmp_path / "second" / "STS-B.tsv", sep="\t")["prediction"]).all()
+
+
+EXPECTED = {
+    "cola": {"matthews_correlation": matthews_corrcoef},
+    "mnli": {"accuracy": accuracy_score},
+    "mrpc": {"accuracy": accuracy_score, "f1": f1_score},
+    "qnli": {"accuracy": accuracy_score},
+    "qqp": {"accuracy": accuracy_score, "f1": f1_score},
+    "rte": {"accuracy": accuracy_score},
+    "sst2": {"accuracy": accuracy_score},
+    "stsb": {
+        "pearson": lambda references, predictions: pearsonr(references, predictions).statistic,
+        "spearmanr": lambda references, predictions: spearmanr(references, predictions).statistic,
+    },
+    "wnli": {"accuracy": accuracy_score},
+}
+CLASSES = {"mnli": 3}
+
+
+@pytest.fixture
+def load(examples_dir):
+    return lambda task: evaluate.load(str(examples_dir / "metrics" / "glue_metrics"), task, keep_in_memory=True)
+
+
+@pytest.mark.parametrize("task", EXPECTED)
+def test_equals_scikit_learn_and_scipy(task, load):
+    draw = np.random.default_rng(0)
+    if task == "stsb":
+        references, predictions = draw.uniform(0, 5, 200), draw.normal(2, 2, 200)
+    else:
+        references, predictions = draw.integers(0, CLASSES.get(task, 2), (2, 200))
+    expected = {name: function(references, predictions) for name, function in EXPECTED[task].items()}
+    assert load(task).compute(predictions=predictions, references=references) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("predictions", [[1.0, 1.0, 1.0], [0.0, 1.0, 2.0]])
+def test_correlation_with_a_constant_is_zero_and_not_nan(predictions, script):
+    references = [1.0, 2.0, 3.0] if predictions[0] else [2.5, 2.5, 2.5]
+    module = script("run_glue")
+    compute = module.make_metrics(module.DataArguments(task_name="stsb"), [])
+    result = compute(EvalPrediction(np.array(predictions)[:, None], np.array(references)))
+    assert result == {"pearson": 0.0, "spearmanr": 0.0, "combined_score": 0.0}
+
+
+def test_unknown_task(load):
+    with pytest.raises(ValueError, match="no metric for task 'squad'.*cola"):
+        load("squad")
+
+
+def test_metrics_of_a_head_in_another_order(script, examples_dir):
+    """F1 counts predictions of the task's label 1 for any order of the head's labels."""
+    module, draw = script("run_glue"), np.random.default_rng(0)
+    data = module.DataArguments(task_name="mrpc", metric_path=str(examples_dir / "metrics" / "glue_metrics"))
+    logits, labels = draw.normal(size=(30, 2)), draw.integers(0, 2, 30)
+    expected = module.make_metrics(data, [0, 1])(EvalPrediction(logits, labels))
+    assert module.make_metrics(data, [1, 0])(EvalPrediction(logits[:, ::-1], 1 - labels)) == expected
+    assert expected["f1"] != pytest.approx(expected["accuracy"])

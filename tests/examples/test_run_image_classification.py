@@ -1,3 +1,5 @@
+"""run_image_classification.py: formats of images, models of other images, and mixup."""
+
 import io
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,75 +10,39 @@ import pytest
 import torch
 from datasets import Dataset, Image as ImageFeature
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageClassification, pipeline
+from transformers import AutoModelForImageClassification
 
-from luna_mega import MegaForImageClassification
-from tests.examples.runs import assert_error, steps, write_splits
+from tests.examples.contract import HALVES as NAMES, SCRIPTS, draw_pixels, images as rows
+from tests.examples.runs import assert_error, write_splits
 from tests.marks import slow_but
 
 RUN = ["run_image_classification", "--per_device_train_batch_size", 8]
-MEGA = (
-    "hidden_size=16,num_hidden_layers=1,intermediate_size=16,nffn_hidden_size=16,shared_representation_size=8,"
-    "ema_projection_size=4,relative_positional_bias=simple,pooling=mean,dropout_prob=0.0,drop_path_rate=0.0"
-)
-VIT = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,num_attention_heads=2"
-SIDE, NAMES = 8, ["left", "right"]
-
-
-def draw_pixels(label: int, draw: np.random.Generator) -> np.ndarray:
-    """Return an image that is bright in its left (label 0) or right half (label 1)."""
-    pixels = draw.integers(0, 90, (SIDE, SIDE))
-    pixels[:, SIDE // 2 * label :][:, : SIDE // 2] += 120
-    return pixels.astype(np.uint8)
-
-
-def rows(size: int, seed: int) -> list[dict]:
-    draw = np.random.default_rng(seed)
-    return [{"image": draw_pixels(index % 2, draw).tobytes(), "label": NAMES[index % 2]} for index in range(size)]
 
 
 @pytest.fixture
 def folder(tmp_path):
     """Write raw gray pixels and labels as words to parquet files."""
-    return write_splits(rows, tmp_path / "halves", train=48, validation=16, test=8)
+    return write_splits(rows, tmp_path / "halves", train=48, validation=16)
 
 
-def options(path: Path, output: Path, *more, model_type: str = "mega") -> list:
-    model = ["--model_type", model_type, "--config_overrides", {"mega": MEGA, "vit": VIT}[model_type]]
-    source = ["--dataset_path", path, "--output_dir", output, "--patch_size", 4, "--center_crop", "false"]
-    return [*source, *model, "--do_train", "--learning_rate", 0.02, *more]
+def options(path: Path, output: Path, *more) -> list:
+    row = SCRIPTS["run_image_classification"]
+    return [*row.data, *row.model, "--dataset_path", path, "--output_dir", output, "--do_train", *more]
 
 
-def test_mega_from_scratch(run, folder, tmp_path):
-    output = tmp_path / "out"
-    summary = run(
-        *options(folder, output, "--do_eval", "--do_predict", "--num_train_epochs", 6, "--crop_padding", 1),
-        *("--eval_strategy", "epoch", "--save_strategy", "epoch", "--load_best_model_at_end"),
-        *("--label_smoothing_factor", 0.1),
-    )
-    assert summary["train_samples"] == 48 and summary["eval_accuracy"] == summary["test_accuracy"] == 1.0
-    assert summary["train_samples_per_second"] > 0 and "num_input_tokens_seen" not in summary
-    assert (output / "README.md").read_text(encoding="utf-8").startswith("---\n")
-    assert (output / "predictions.tsv").is_file()
-    model = AutoModelForImageClassification.from_pretrained(output)
-    assert type(model) is MegaForImageClassification and model.config.id2label == dict(enumerate(NAMES))
-    assert (model.config.image_size, model.config.max_positions, model.config.num_channels) == (SIDE, 4, 1)
-    processor = AutoImageProcessor.from_pretrained(output, backend="pil")
-    classify = pipeline("image-classification", model=model, image_processor=processor)
-    bright = Image.fromarray(draw_pixels(1, np.random.default_rng(3)))
-    pixels = processor(np.asarray(bright)[None], input_data_format="channels_first", return_tensors="pt")
-    assert classify.model(**pixels).logits.argmax().item() == 1
-    first = (output / "predictions.tsv").read_text(encoding="utf-8").splitlines()
-    assert first[:3] == ["index\tprediction", "0\tleft", "1\tright"]
-
-    # The script evaluates the folder, which requires the evaluation transform and the image size of the model.
-    source = ["--dataset_path", folder, "--model_name_or_path", output, "--do_eval"]
-    assert run(*source, "--output_dir", tmp_path / "again", "--do_predict")["eval_accuracy"] == 1.0
-    third = ["--output_dir", tmp_path / "third"]
-    message = r"reads images of 8 x 8 in 1 channels, not of 12"
-    assert_error(run, message, *source, *third, "--image_size", 12, output=third[1])
+def test_models_of_other_images(run, folder, tmp_path):
+    """The folder of a model has the image size, the channels and the evaluation transform."""
+    output, other = tmp_path / "out", tmp_path / "other"
+    summary = run(*options(folder, output, "--max_steps", 1, "--label_smoothing_factor", 0.1))
+    assert "num_input_tokens_seen" not in summary
+    config = AutoModelForImageClassification.from_pretrained(output).config
+    assert (config.image_size, config.max_positions, config.num_channels) == (8, 4, 1)
+    source = ["--dataset_path", folder, "--model_name_or_path", output, "--do_eval", "--output_dir", other]
+    for option, value, found in (("--image_size", 12, "12 in 1"), ("--channels", 3, "8 in 3")):
+        message = f"reads images of 8 x 8 in 1 channels, not of {found}"
+        assert_error(run, message, *source, option, value, output=other)
     (output / "preprocessor_config.json").unlink()
-    assert_error(run, "out.*preprocessor_config.json", *source, *third, output=third[1])
+    assert_error(run, "out.*preprocessor_config.json", *source, output=other)
 
 
 @pytest.mark.parametrize("kind", slow_but(["files"], ["files", "class folders", "image feature", "encoded bytes"]))
@@ -103,28 +69,6 @@ def test_sources_in_color(run, tmp_path, kind):
     summary = run(*options(path, output, "--do_eval", "--max_steps", 2, "--horizontal_flip"))
     assert summary["train_samples"] == 8 and "eval_accuracy" in summary
     assert AutoModelForImageClassification.from_pretrained(output).config.num_channels == 3
-
-
-@pytest.mark.slow
-def test_another_model_of_transformers(run, folder, tmp_path):
-    summary = run(*options(folder, tmp_path / "out", "--do_eval", "--num_train_epochs", 5, model_type="vit"))
-    assert summary["eval_accuracy"] > 0.7
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["--patch_size", 3], "--patch_size 3 does not divide the size of the images, 8"),
-        (["--channels", 2], "--channels 2 must be 1 or 3"),
-        (["--random_erasing", 0.2], "--random_erasing 0.2 is a part of timm's transform"),
-        (["--image_mean", 0.5, 0.5], "must have 1 numbers, got 2 and 1"),
-        (["--image_column", "photo"], "no column photo, only image, label"),
-        (["--auto_augment", "none", "--horizontal_flip"], "--auto_augment crops and flips"),
-    ],
-)  # fmt: skip
-def test_incompatible_options(run, folder, tmp_path, arguments, message):
-    output = tmp_path / "out"
-    assert_error(run, message, *options(folder, output, *arguments), output=output)
 
 
 class SwapHalves:
@@ -155,14 +99,3 @@ def test_mixup_is_training_only(run, folder, tmp_path, monkeypatch):
     message = "--mixup and --cutmix mix pairs; --per_device_train_batch_size must be even"
     odd = ["--mixup", 0.8, "--per_device_train_batch_size", 7]
     assert_error(run, message, *options(folder, output, *odd), output=output)
-
-
-def test_missing_package(run, folder, tmp_path):
-    try:
-        import timm  # noqa: F401
-    except ImportError:
-        message = r"this augmentation requires timm, run `pip install '\.\[vision\]'`"
-        assert_error(run, message, *options(folder, tmp_path / "out", "--mixup", 0.8), output=tmp_path / "out")
-    else:
-        run(*options(folder, tmp_path / "out", "--mixup", 0.8, "--cutmix", 1.0, "--max_steps", 2))
-        assert steps(tmp_path / "out") == 2

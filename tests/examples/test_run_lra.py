@@ -78,8 +78,11 @@ MORE = [("text", "transformer"), ("retrieval", "mega"), ("pathfinder", "luna")]
 
 @pytest.mark.parametrize(("task", "model"), slow_but(TRAINED, TRAINED + MORE))
 def test_predictions_of_the_saved_model(run, script, folder, tmp_path, task, model):
-    output = tmp_path / "out"
-    summary = run(*options(task, folder(task), output, "--do_eval", "--do_predict", *TWO_STEPS, model=model))
+    output, pretraining = tmp_path / "out", ["--self_pretraining_steps", 1] * (model == "mega")
+    arguments = options(task, folder(task), output, "--do_eval", "--do_predict", *TWO_STEPS, *pretraining, model=model)
+    summary = run(*arguments)
+    results = json.loads((output / "all_results.json").read_text(encoding="utf-8"))
+    assert ("self_pretraining_loss" in results) == (model == "mega")
     assert steps(output) == 2 and 0 <= summary["test_accuracy"] <= 1
     body = AutoModel.from_pretrained(output)
     values = task in ("image", "pathfinder", "pathx")
@@ -182,6 +185,13 @@ def test_sizes_of_the_paper_models(script, tmp_path):
         assert network.num_parameters() == pytest.approx(millions * 1e6, abs=500)
 
 
+def test_lengths_of_the_benchmark(script):
+    """Maximum lengths of Tay et al. (2021); sequences of the image tasks have one position per pixel."""
+    lengths = {name: task.max_length for name, task in script("lra.tasks").TASKS.items()}
+    texts = {"listops": 2000, "text": 4096, "retrieval": 4000}
+    assert lengths == texts | {"image": 32**2, "pathfinder": 32**2, "pathx": 128**2}
+
+
 def test_weight_decay_and_warm_up(script, folder, tmp_path, monkeypatch):
     module = script("lra.run_lra")
     monkeypatch.setattr(module.lib.Run, "fit", lambda run, trainer, **steps: trainer)
@@ -235,47 +245,17 @@ def test_masks_of_self_pretraining(script):
     assert torch.equal(row["input_values"][~masked], values[~masked]) and not row["input_values"][masked].any()
 
 
-BAD = {
-    "task": (["--task_name", "texts"], "--task_name texts must be one of listops, text"),
-    "convention": (["--convention", "s4"], "--convention s4 must be one of ours, luna, mega"),
-    "pixels": (["--pixels", "bits"], "--pixels bits must be one of values, tokens"),
-    "share": (["--mlm_probability", 1], "--mlm_probability 1.0 must be between 0 and 1"),
-    "warm-up": (["--warmup_power", 2, "--lr_scheduler_type", "cosine"], "requires --lr_scheduler_type linear"),
-    "paper": (["--model_type", "transformer", "--paper_model", "true", "--config_overrides", ""],
-              "--paper_model is not available"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_options(run, folder, tmp_path, case):
-    more, message = BAD[case]
-    output = tmp_path / "out"
-    assert_error(run, message, *options("text", folder("text"), output, *TWO_STEPS), *more, output=output)
-
-
 def test_bad_data(run, folder, tmp_path):
-    """Invalid labels, image sizes, damaged images or files, and missing splits raise an error."""
-    output = tmp_path / "out"
-
-    def fails(task: str, path: Path, message: str, *more):
+    """Labels, image sizes and images that do not fit the task."""
+    output, large = tmp_path / "out", ["--max_seq_length", 256]
+    damaged = {"image": {"bytes": b"\x89PNG", "path": None}}
+    for task, path, message, more in (
+        ("text", folder("text", label=2), "row 0: label 2 is not one of 0, 1", []),
+        ("image", folder("pathfinder"), "the labels have 2 classes; this task has 10", []),
+        ("image", folder("image"), "has 8 x 8 pixels, but 256 positions require 16 x 16", large),
+        ("pathx", folder("pathx", **damaged), "an image cannot be read", []),
+    ):
         assert_error(run, message, *options(task, path, output, *TWO_STEPS, *more), output=output)
-
-    fails("text", folder("text", label=2), "row 0: label 2 is not one of 0, 1")
-    fails("text", folder("pathfinder"), "split train has no column text, only image, label")
-    fails("image", tmp_path / "pathfinder", "the labels have 2 classes; this task has 10")
-    fails(
-        "image",
-        folder("image"),
-        "an image has 8 x 8 pixels, but 256 positions require 16 x 16",
-        "--max_seq_length",
-        256,
-    )
-    fails("pathx", folder("pathx", image={"bytes": b"\x89PNG", "path": None}), "an image cannot be read")
-    file = tmp_path / "text" / "train-00000-of-00001.parquet"
-    file.write_bytes(file.read_bytes()[:-30])
-    fails("text", tmp_path / "text", "cannot load")
-    file.unlink()
-    fails("text", tmp_path / "text", "has no split train")
 
 
 def test_missing_pair_model(run, folder, tmp_path):

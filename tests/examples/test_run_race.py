@@ -1,37 +1,19 @@
-import json
 import random
 import re
 from pathlib import Path
 
 import pandas as pd
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForMultipleChoice, AutoTokenizer
 
-from luna_mega.training.models import make_config
 from luna_mega.training.tokenizers import train_bpe
 from tests.examples import runs
-from tests.examples.runs import assert_complete, assert_error, write, write_splits
+from tests.examples.contract import COLORS as WORDS, questions as race_rows
+from tests.examples.runs import assert_error, write, write_splits
 
 RECIPES = Path(__file__).resolve().parents[2] / "examples" / "recipes"
 RUN = ["run_race", "--max_seq_length", 48]
 TINY = f"{runs.TINY},dropout=0.0,attention_dropout=0.0"
-WORDS = ["red", "blue", "green", "black", "white", "brown", "gray", "pink"]
 BOS, EOS = 0, 2
-
-
-def race_rows(size: int, seed: int, level: str = "middle") -> list[dict]:
-    """Return rows whose correct option contains "good", so that the task can be learned without the passage."""
-    draw = random.Random(seed)
-    examples = []
-    for index in range(size):
-        label = draw.randrange(4)
-        options = [f"{'good' if option == label else 'bad'} {draw.choice(WORDS)}" for option in range(4)]
-        question = draw.choice(["The door is _ .", "What is\n the  door ?", "_ and _", "Why ? "])
-        article = f" The door\nis   {draw.choice(WORDS)} .\n" * draw.randrange(1, 6)
-        row = {"article": article, "question": question, "options": options, "answer": "ABCD"[label]}
-        examples.append({"example_id": f"{level}{index // 2}.txt", **row})
-    return examples
 
 
 def csqa_rows(size: int, seed: int, answers: bool = True) -> list[dict]:
@@ -149,42 +131,6 @@ def test_limited_rows_of_each_level(folders, limit, middle, high, script, tmp_pa
     assert split["example_id"][:] == names
 
 
-@pytest.mark.parametrize("pretrained", [False, True])
-@pytest.mark.parametrize("family", ["luna", "mega"])
-@pytest.mark.parametrize("task", ["race", "csqa"])
-def test_small_recipes_fit_both_families(task, family, pretrained, script, tokenizer, tmp_path):
-    options = [
-        "--recipe",
-        str(RECIPES / task / f"{task}_small.yaml"),
-        "--output_dir",
-        str(tmp_path / "out"),
-        "--use_cpu",
-    ]
-    fields = {"hidden_size": 128, "num_hidden_layers": 2, "dropout": 0.1, "attention_dropout": 0.1, "pooling": "mean"}
-    if pretrained:
-        sizes = {"hidden_size": 24, "num_hidden_layers": 1}
-        saved = AutoConfig.for_model(family, vocab_size=400, max_position_embeddings=300, **sizes)
-        saved.save_pretrained(tmp_path / "model")
-        fields |= sizes
-    options += ["--model_name_or_path", str(tmp_path / "model")] if pretrained else ["--model_type", family]
-    data, model, _, _ = script("run_race").parse(options)
-    config = make_config(model, tokenizer, data.max_seq_length)
-    assert {name: getattr(config, name) for name in fields} == fields and config.model_type == family
-    with torch.device("meta"):
-        AutoModelForMultipleChoice.from_config(config)
-
-
-@pytest.mark.parametrize(
-    "overrides, message",
-    [
-        ("mega.projection_length=16", "mega has no field projection_length"),
-        ("lunar.hidden_size=16", "there is no model type lunar; use luna.FIELD, mega.FIELD or FIELD"),
-    ],
-)
-def test_overrides_of_another_type(overrides, message, run, race, tmp_path):
-    assert_error(run, message, *scratch(race, tmp_path / "out"), "--config_overrides", overrides)
-
-
 def test_csqa_inputs_equal_fairseq(script, tokenizer):
     examples = csqa_rows(20, seed=2)
 
@@ -203,51 +149,6 @@ def test_csqa_inputs_equal_fairseq(script, tokenizer):
 def test_csqa_is_never_truncated(script, tokenizer):
     with pytest.raises(SystemExit, match=r"an input has \d\d tokens, above --max_seq_length 12"):
         encode(script, tokenizer, csqa_rows(1, seed=0), "csqa", max_seq_length=12)
-
-
-def test_race_from_scratch_with_both_levels(run, script, race, tmp_path):
-    high = write(race_rows(24, seed=3, level="high"), tmp_path / "high" / "train.jsonl")
-    write(race_rows(8, seed=4, level="high"), tmp_path / "high" / "validation.jsonl")
-    write(race_rows(5, seed=5, level="high"), tmp_path / "high" / "test.jsonl")
-    output = tmp_path / "out"
-    arguments = scratch(race, output)
-    arguments.insert(arguments.index(race) + 1, high)
-    summary = run(
-        *arguments,
-        *("--do_eval", "--do_predict", "--learning_rate", 0.02, "--num_train_epochs", 5, "--eval_strategy", "epoch"),
-        *("--save_strategy", "epoch", "--load_best_model_at_end", "--early_stopping_patience", 3),
-        *("--train_sampling_strategy", "group_by_length"),
-    )
-    assert summary["train_samples"] == 72
-    middle, high = (summary[f"eval_{level}_accuracy"] for level in ("middle", "high"))
-    assert summary["eval_accuracy"] == pytest.approx((24 * middle + 8 * high) / 32) and summary["eval_accuracy"] > 0.8
-    assert_complete(output)
-    state = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))
-    assert state["best_metric"] == max(entry.get("eval_accuracy", 0) for entry in state["log_history"])
-
-    card = (output / "README.md").read_text(encoding="utf-8")
-    assert "on the middle and high dataset" in card and "- High Accuracy: " in card
-
-    # The saved folder is sufficient to reproduce the written predictions, in the order of the test set.
-    examples = race_rows(9, seed=9) + race_rows(5, seed=5, level="high")
-    model, tokenizer = AutoModelForMultipleChoice.from_pretrained(output).eval(), AutoTokenizer.from_pretrained(output)
-    predicted = []
-    for options in encode(script, tokenizer, examples, "race", max_seq_length=48):
-        batch = tokenizer.pad({"input_ids": options}, return_tensors="pt")
-        with torch.no_grad():
-            predicted.append("ABCD"[model(**{name: value[None] for name, value in batch.items()}).logits.argmax()])
-    table = pd.read_csv(output / "predictions.tsv", sep="\t")
-    assert table.columns.tolist() == ["index", "example_id", "prediction"]
-    assert table["prediction"].tolist() == predicted
-    assert table["example_id"].tolist() == [row["example_id"] for row in examples]
-    right = [letter == row["answer"] for letter, row in zip(predicted, examples, strict=True)]
-    assert summary["test_accuracy"] == pytest.approx(sum(right) / 14)
-    assert summary["test_high_accuracy"] == pytest.approx(sum(right[9:]) / 5)
-
-    # The folder can be evaluated on one level.
-    again = ["--dataset_path", race, "--output_dir", tmp_path / "again", "--do_eval", "--model_name_or_path", output]
-    again = run(*again)
-    assert again["eval_middle_accuracy"] == again["eval_accuracy"] == middle and "eval_high_accuracy" not in again
 
 
 def test_csqa_with_unknown_test_answers(run, csqa, tmp_path):
@@ -274,8 +175,6 @@ DATA_ERRORS = {
     "three options": (RACE_ROW, {"options": list("abc")}, "row 1: 3 options instead of 4"),
     "options as text": (RACE_ROW, {"options": "abcd"}, "instead of a list of texts"),
     "answer out of range": (RACE_ROW, {"answer": "E"}, "row 1: label 'E' is not one of A, B, C, D"),
-    "no answer": (RACE_ROW, {"answer": ""}, "row 1: label '' is not one of A, B, C, D; 1 of 2 rows have no label"),
-    "no passage": (RACE_ROW, {"article": None}, "row 1: article is None instead of text"),
     "four choices": (CSQA_ROW, {"choices": {"label": list("ABCD"), "text": list("wxyz")}}, "4 options instead of 5"),
     "other labels": (CSQA_ROW, {"choices": {"label": list("abcde"), "text": list("vwxyz")}}, "are called"),
     "unknown key": (CSQA_ROW, {"answerKey": "F"}, "row 1: label 'F' is not one of A, B, C, D, E"),
@@ -290,24 +189,25 @@ def test_invalid_data_is_one_line(case, run, tmp_path):
     assert_error(run, message, *scratch(folder, tmp_path / "out", "csqa" if row is CSQA_ROW else "race"))
 
 
-def test_unknown_task(run, race, tmp_path):
-    assert_error(run, "--task_name swag must be one of race, csqa", *scratch(race, tmp_path / "out", "swag"))
-
-
-@pytest.mark.parametrize("column", RACE_ROW)
-def test_missing_column(column, run, tmp_path):
-    row = {name: value for name, value in RACE_ROW.items() if name != column}
-    folder = write([row], tmp_path / "data" / "train.jsonl")
-    with pytest.raises(SystemExit, match=f"split train has no column {column}, only "):
-        run(*scratch(folder, tmp_path / "out"))
-
-
-def test_invalid_folders_and_hub_without_network(run, race, tmp_path):
-    number = write([{**RACE_ROW, "options": [[1]] * 4}], tmp_path / "lists" / "train.jsonl")
+def test_two_levels(run, race, tmp_path):
+    """Accuracies of the levels, also if the test set has only one of them."""
+    high = write_splits(lambda size, seed: race_rows(size, seed, "high"), tmp_path / "high", train=8, validation=8)
     arguments = scratch(race, tmp_path / "out")
-    arguments.insert(arguments.index(race) + 1, number)
-    with pytest.raises(SystemExit, match="split train of the folders has different columns"):
-        run(*arguments)
-    for task, name in (("race", "ehovy/race"), ("csqa", "tau/commonsense_qa")):
-        with pytest.raises(SystemExit, match=f"cannot load {name}"):
-            run("--task_name", task, "--output_dir", tmp_path / "out", "--do_train")
+    arguments.insert(arguments.index(race) + 1, high)
+    summary = run(*arguments, "--do_eval", "--max_steps", 1)
+    assert summary["train_samples"] == 56
+    middle, high = (summary[f"eval_{level}_accuracy"] for level in ("middle", "high"))
+    assert summary["eval_accuracy"] == pytest.approx((24 * middle + 8 * high) / 32)
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "on the middle and high dataset" in card and "- High Accuracy: " in card
+    again = ["--dataset_path", race, "--output_dir", tmp_path / "again", "--do_eval", "--do_predict"]
+    again = run(*again, "--model_name_or_path", tmp_path / "out")
+    assert again["eval_middle_accuracy"] == again["eval_accuracy"] == pytest.approx(middle)
+    assert again["test_middle_accuracy"] == again["test_accuracy"] and "eval_high_accuracy" not in again
+    table = pd.read_csv(tmp_path / "again" / "predictions.tsv", sep="\t")
+    assert table.columns.tolist() == ["index", "example_id", "prediction"]
+    assert table["example_id"].tolist() == [row["example_id"] for row in race_rows(9, seed=9)]
+    number = write([{**RACE_ROW, "options": [[1]] * 4}], tmp_path / "lists" / "train.jsonl")
+    arguments[arguments.index(race) + 1] = number
+    arguments[arguments.index(tmp_path / "out")] = tmp_path / "lists" / "out"
+    assert_error(run, "split train of the folders has different columns", *arguments)

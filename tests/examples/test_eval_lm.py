@@ -1,4 +1,4 @@
-"""eval_lm.py and generate_lm.py read text as run_clm.py did in the training."""
+"""eval_lm.py and generate_lm.py read text as run_clm.py did, and generate text of any length in constant memory."""
 
 import json
 import re
@@ -6,14 +6,17 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from matplotlib import pyplot
 from transformers import AutoConfig, AutoTokenizer
+from transformers.generation import stopping_criteria
 
+from luna_mega import MegaConfig, MegaForCausalLM
+from luna_mega.training.tokenizers import train_characters
 from tests.docs.blocks import ROOT
-from tests.examples.runs import TINY
+from tests.examples.contract import CHUNKS as MEGA
+from tests.examples.runs import TINY, assert_error
 
-MEGA = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,nffn_hidden_size=16,shared_representation_size=8"
-MEGA += ",ema_projection_size=4,use_chunking=true,chunk_size=8"
 LINES = ["to be or not to be", "that is the question"] * 40
 
 
@@ -61,12 +64,15 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_evaluation_equals_that_of_the_training(trained, evaluate, case):
+def test_evaluation_equals_that_of_the_training(trained, evaluate, tmp_path, case):
     model, metrics = trained(*SETTINGS[case])
     context = 40 if "--eval_context" in SETTINGS[case] else 8192
     losses = evaluate(model)
     assert losses[context] == pytest.approx(metrics["eval_loss"], rel=1e-6)
     assert sorted(losses) == sorted({128, 512, 2048, 8192, context})
+    evaluate(model, "--eval_context", 16, 64, "--chunk_size", 8, 12, "--eval_segment", 16)
+    scores = json.loads((tmp_path / "scores" / "scores.json").read_text(encoding="utf-8"))
+    assert [(row["chunk"], row["context"]) for row in scores] == [(8, 16), (8, 64), (12, 16), (12, 64)]
 
 
 def test_options_replace_settings(trained, evaluate, capsys):
@@ -161,3 +167,68 @@ def test_commands_on_the_page(script, call, tmp_path, monkeypatch):
     losses = {row["context"]: row["loss"] for row in json.loads(scores.read_text(encoding="utf-8"))}
     assert losses[8192] == pytest.approx(metrics["eval_loss"], rel=1e-6)
     assert AutoConfig.from_pretrained(tmp_path / "outputs" / "shakespeare").model_type == "mega"
+
+
+FIELDS = {"hidden_size": 16, "num_hidden_layers": 2, "shared_representation_size": 8, "initializer_range": 0.2}
+CHUNKS = {"use_chunking": True, "chunk_size": 8}
+
+
+@pytest.fixture
+def generate(script, tmp_path):
+    """Return a function that runs the script with an untrained character model and returns its reports and text."""
+    tokenizer = train_characters(["abcdefgh \n"])
+    tokenizer.save_pretrained(tmp_path / "model")
+
+    def run(*options, **fields):
+        config = MegaConfig(vocab_size=len(tokenizer), is_decoder=True, bidirectional=False, **FIELDS | fields)
+        MegaForCausalLM(config).save_pretrained(tmp_path / "model")
+        paths = ["--model_name_or_path", tmp_path / "model", "--output_dir", tmp_path / "text"]
+        reports = script("generate_lm").main([*map(str, [*paths, "--prompt", "ab", "--device", "cpu", *options])])
+        return reports, (tmp_path / "text" / "text.txt").read_text(encoding="utf-8")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [["--temperature", "0"], pytest.param(["--top_k", "3"], marks=pytest.mark.slow)],
+    ids=["greedy", "sampled"],
+)
+def test_constant_memory(generate, tmp_path, sampling, capsys):
+    rows, text = generate("--max_new_tokens", "200", "--report_every", "20", *sampling, **CHUNKS)
+    assert json.loads((tmp_path / "text" / "speed.json").read_text(encoding="utf-8")) == rows
+    assert [row["tokens"] for row in rows] == list(range(20, 201, 20))
+    assert len({row["cache_bytes"] for row in rows}) == 1 and rows[0]["cache_bytes"] > 0
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+    output = capsys.readouterr()
+    assert text in output.out and "cache_bytes" in output.err
+    assert text.startswith("ab") and len(text) > 100 and set(text) <= set("abcdefgh \n")
+
+
+def test_without_chunks_the_cache_grows(generate):
+    rows, _ = generate("--max_new_tokens", "120", "--report_every", "20")
+    assert rows[-1]["cache_bytes"] > 2 * rows[0]["cache_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max_new_tokens", "0"], "must be at least 1"),
+        (["--temperature", "-1"], "must be at least 0"),
+        (["--prompt", ""], "has no tokens"),
+        (["--model_name_or_path", "absent"], "error: "),
+    ],
+)
+def test_errors_of_generation(generate, options, message):
+    assert_error(generate, message, *options)
+
+
+def test_note_about_the_length(monkeypatch):
+    """Texts of models without a limit do not contain the note of transformers that it is exceeded."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16, "shared_representation_size": 8}
+    sizes |= {"nffn_hidden_size": 16, "ema_projection_size": 2, "vocab_size": 20, "max_positions": 8}
+    model = MegaForCausalLM(MegaConfig(is_decoder=True, **sizes)).eval()
+    notes: list[str] = []
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", notes.append)
+    model.generate(torch.full((1, 7), 5), max_new_tokens=4, eos_token_id=None)
+    assert not notes

@@ -1,0 +1,273 @@
+"""Data: files and their columns, pixels of any type, datasets and models in the cache, and combined texts."""
+
+import gzip
+import io
+import time
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from datasets import Dataset, load_dataset
+from huggingface_hub import DatasetCard, constants
+from hypothesis import given, strategies as st
+from PIL import Image
+from transformers import AutoConfig, TrainingArguments
+
+from luna_mega import MegaConfig, MegaForCausalLM
+from luna_mega.training import data, images
+from luna_mega.training.language_modeling import load_language_model
+from luna_mega.training.models import ModelArguments, make_both_tokenizers
+from luna_mega.training.runs import Run
+from luna_mega.training.tokenizers import train_joint_bpe
+from tests.examples.runs import assert_error, write
+
+
+@pytest.mark.parametrize("suffix", ["csv", "csv.gz"])
+def test_csv_files(tmp_path, suffix):
+    """Columns are text, also if their names are empty or repeated; splits may have other columns, and be folders."""
+    (tmp_path / "train").mkdir()
+    content = {"train/a": "text,label\n007,01\nNA,None\n,\n", "test": "text\n1.50\n", "other": "\ufeff,a,a\n1,01,2\n"}
+    for name, text in content.items():
+        encoded = gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode()
+        (tmp_path / f"{name}.{suffix}").write_bytes(encoded)
+    arguments = data.SourceArguments(dataset_path=str(tmp_path))
+    splits = data.load_splits({"train": None, "test": None}, arguments)
+    assert splits["train"][:] == {"text": ["007", "NA", None], "label": ["01", "None", None]}
+    assert splits["test"][:] == {"text": ["1.50"]}
+    rows = data.load_files(data.find_files(str(tmp_path)))["other"][:]
+    assert rows["Unnamed: 0"] == ["1"] and rows["a"] == ["01"]
+
+
+@given(name=st.text("a[]*? !é", min_size=1, max_size=4).filter(lambda name: name.strip() == name))
+def test_names_of_folders_are_not_patterns(tmp_path_factory, name):
+    """Datasets would read them as such; it does for folders of splits, which is an error."""
+    folder = tmp_path_factory.mktemp("data")
+    source = data.SourceArguments(dataset_path=str(folder / name))
+    write([{"text": "good"}], folder / name / "train.jsonl")
+    assert data.load_splits({"train": None}, source, ["text"])["train"]["text"][:] == ["good"]
+    if set("[*?") & set(name):
+        (folder / name / "train.jsonl").unlink()
+        (folder / name / "train").mkdir()
+        message = "datasets reads .* as a pattern; rename the folder"
+        assert_error(data.load_splits, message, {"train": None}, source)
+
+
+def test_no_validation_split_on_the_hub(script, monkeypatch, tmp_path):
+    split = Dataset.from_dict({"text": ["a film"], "label": [0]})
+    monkeypatch.setattr(data, "load_from_hub", lambda *args, **options: {"train": split, "test": split})
+    options = {"dataset_name": "a/b"}
+    for made, advice in (
+        (script("run_text_classification").DataArguments(**options), "pass --validation_share to use a part of the sp"),
+        (script("run_mlm").DataArguments(**options), "pass a dataset or, with --dataset_path, a folder that has it"),
+    ):
+        message = f"a/b has no split validation, only train, test; {advice}"
+        assert_error(data.load_splits, message, {"train": None, "validation": None}, made)
+
+
+LAYOUTS = ("flat", "nested", "fixed")
+DTYPES = ("bool", "uint8", "int16", "uint16", "int64", "float16", "float32", "float64")
+
+
+def as_column(pixels: np.ndarray, layout: str) -> Dataset:
+    """Return two images of 8 x 8 pixels as lists, nested lists, or lists of a fixed size."""
+    flat = pa.FixedSizeListArray.from_arrays(pa.array(np.concatenate([pixels.reshape(-1)] * 2)), pixels.size)
+    if layout == "fixed":
+        return Dataset(pa.table({"image": flat}))
+    rows = flat.flatten() if layout == "flat" else pa.ListArray.from_arrays(range(0, 129, 8), flat.flatten())
+    size = 64 if layout == "flat" else 8
+    return Dataset(pa.table({"image": pa.ListArray.from_arrays(range(0, 2 * size + 1, size), rows)}))
+
+
+def read(split: Dataset) -> np.ndarray:
+    return np.array(images.read_image(split[1]["image"], 1, images.pixel_scale(split, "image")))
+
+
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    dtype=st.sampled_from(DTYPES),
+    least=st.sampled_from([0, 0, 0, 3, -1]),
+    most=st.sampled_from([0.5, 1, 1, 2, 255, 255, 256, 65535]),
+    odd=st.sampled_from([0, 0, 0, np.nan, np.inf]),
+)
+def test_pixels(layout, dtype, least, most, odd):
+    """Pixels of any type are from 0 to 255, or floating-point numbers from 0 to 1; other values are an error."""
+    is_float, is_bool = dtype.startswith("float"), dtype == "bool"
+    values = np.linspace(least, max(least, most), 64).reshape(8, 8)
+    with np.errstate(over="ignore", invalid="ignore"):
+        pixels = values.astype(dtype)
+    if is_float and odd:
+        pixels[3, 3] = odd
+    exact = pixels.astype(np.float64)
+    if np.isnan(exact).any():
+        assert_error(read, "column image has pixels that are NaN or None", as_column(pixels, layout))
+    elif not is_bool and (exact.min() < 0 or exact.max() > 255):
+        assert_error(read, "column image has pixels from .* to .*; convert them", as_column(pixels, layout))
+    else:
+        scale = 255 if is_bool or (is_float and exact.max() <= 1) else 1
+        assert np.abs(read(as_column(pixels, layout)) - exact * scale).max() <= 0.5
+
+
+@given(head=st.sampled_from([b"", b"\x0a\x05\x01\x08", b"BM", b"\x89PNG\r\n\x1a\n", b"GIF89a"]), seed=st.integers(0, 9))
+def test_raw_pixels(head, seed):
+    """They may start with the first bytes of image files."""
+    pixels = head + np.random.default_rng(seed).bytes(64)[len(head) :]
+    split = Dataset.from_dict({"image": [pixels] * 2})
+    assert read(split).tobytes() == pixels
+
+
+def as_file(pixels: np.ndarray, suffix: str) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, suffix)
+    return file.getvalue()
+
+
+GRAYS = np.arange(64).reshape(8, 8) * 4 + 3  # 3 to 255
+
+
+@pytest.mark.parametrize("channels", [1, 3, None])
+def test_image_files(channels):
+    """16 and 32 bits are read like 8 bits if the values are from 0 to 255."""
+    for dtype, suffix in (("uint8", "png"), ("uint16", "png"), ("int32", "tiff"), ("float32", "tiff")):
+        image = images.read_image(as_file(GRAYS.astype(dtype), suffix), channels)
+        assert image.mode == ("RGB" if channels == 3 else "L") and (np.array(image.convert("L")) == GRAYS).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (as_file(GRAYS.astype(np.uint16) * 257, "png"), "its pixels are from 771 to 65535; convert them to 0 to 255"),
+        (as_file(GRAYS.astype(np.int32) - 10, "tiff"), "its pixels are from -7 to 245; convert them to 0 to 255"),
+        (
+            as_file((GRAYS / 255).astype(np.float32), "tiff"),
+            "its pixels are floating-point numbers up to 1; convert the",
+        ),
+        (as_file(np.full((8, 8), np.nan, np.float32), "tiff"), "its pixels are from nan to nan; convert them to 0 to "),
+        (as_file(GRAYS.astype(np.uint8), "png")[:50], "an image cannot be read"),
+        (b"12345", "an image cannot be read"),
+        ([[1] * 16] * 4, r"its pixels have the shape \[4, 16\]; only square gray images"),
+        ([[[1] * 4] * 8] * 8, r"its pixels have the shape \[8, 8, 4\]; only square gray images"),
+        ([1] * 5, "an image cannot be read: cannot reshape array of size 5"),
+        ([None, 1, 1, 1], "has pixels that are NaN or None"),
+        (["1"] * 4, "contains lists of string; pixels are numbers"),
+    ],
+)
+def test_invalid_images(value, message):
+    assert_error(read, message, Dataset.from_dict({"image": [value] * 2}))
+
+
+NAME, COMMIT = "tester/cached", "0" * 40
+
+
+@pytest.fixture
+def no_network(offline, monkeypatch, tmp_path):
+    """Let connections fail, with the pauses of the libraries, and fill the caches with a model and a dataset."""
+    cache = tmp_path / "hub" / "models--tester--cached"
+    (cache / "refs").mkdir(parents=True)
+    (cache / "refs" / "main").write_text(COMMIT, encoding="utf-8")
+    tokenizer = train_joint_bpe(["abcdefgh"], 300, 8)
+    tokenizer.save_pretrained(cache / "snapshots" / COMMIT)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "shared_representation_size": 8}
+    config = MegaConfig(vocab_size=len(tokenizer), is_decoder=True, bidirectional=False, **sizes)
+    MegaForCausalLM(config).save_pretrained(cache / "snapshots" / COMMIT)
+    folder = write([{"text": "a"}, {"text": "b"}], tmp_path / "data" / "train.jsonl")
+    builder = datasets.load_dataset_builder("json", data_files=str(folder / "train.jsonl"))
+    builder.dataset_name = builder.info.dataset_name = "cached"
+    builder.download_and_prepare(tmp_path / "cache" / "tester___cached" / "default" / "0.0.0" / COMMIT)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+
+
+def load_rows(_):
+    assert data.load_from_hub(NAME)["train"]["text"] == ["a", "b"]
+
+
+def load_model(_):
+    model, tokenizer = load_language_model(NAME, "cpu")
+    assert model.config.vocab_size == len(tokenizer)
+
+
+def start_run(folder):
+    """The name stays known for the model card."""
+    training = TrainingArguments(output_dir=str(folder / "out"), do_eval=True, use_cpu=True)
+    model = ModelArguments(model_name_or_path=NAME)
+    run = Run(SimpleNamespace(), model, training)
+    assert run.base_model == NAME
+    assert AutoConfig.from_pretrained(model.model_name_or_path).model_type == "mega"
+
+
+def load_tokenizers(_):
+    both = make_both_tokenizers(ModelArguments(tokenizer_name=NAME), [], 8)
+    assert both.source is both.target
+
+
+@pytest.mark.usefixtures("no_network")
+@pytest.mark.parametrize("load", [load_rows, load_model, start_run, load_tokenizers])
+def test_no_further_attempts(load, tmp_path):
+    start = time.monotonic()
+    load(tmp_path)
+    assert time.monotonic() - start < 10  # the libraries attempt each missing file for more than 20 s
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Write two data sets with repeated and empty texts, one of texts and one of translations; return the options."""
+    write([{"text": text} for text in ("One .", " Two . ", "One .", "")], tmp_path / "plain" / "train.jsonl")
+    write([{"text": "Three ."}], tmp_path / "plain" / "unsupervised.jsonl")
+    write([{"text": "Never read ."}], tmp_path / "plain" / "test.jsonl")
+    pairs = [{"translation": {"en": text, "de": "x"}} for text in ("Two .", "Four .", "Five .")]
+    write(pairs, tmp_path / "pairs" / "train.jsonl")
+    return ["--source", str(tmp_path / "plain"), "text", "--source", str(tmp_path / "pairs"), "translation.en"]
+
+
+def test_text_of_several_sources(script, sources, tmp_path):
+    make, folders = script("prepare_text").main, [tmp_path / name for name in ("a", "b", "c")]
+    for folder, seed in zip(folders, "001", strict=True):
+        sizes = make([*sources, "--output_dir", str(folder), "--validation", "2", "--seed", seed])
+        assert sizes == {"train": 3, "validation": 2}
+    train, held, again, other = (
+        pd.read_parquet(folder / f"{split}.parquet")
+        for folder, split in zip((folders[0], *folders), ("train", *["validation"] * 3), strict=True)
+    )
+    assert sorted([*train["text"], *held["text"]]) == ["Five .", "Four .", "One .", "Three .", "Two ."]
+    both = dict(zip([*train["text"], *held["text"]], [*train["source"], *held["source"]], strict=True))
+    # a repeated text belongs to the first source that has it
+    assert both["Two ."] == "plain" and both["Four ."] == "pairs"
+    assert list(held["text"]) == list(again["text"]) != list(other["text"])
+
+    card = DatasetCard.load(folders[0] / "README.md")
+    assert "| plain | `text` | 3 |\n| pairs | `translation.en` | 2 |" in card.text and str(tmp_path) not in card.text
+    assert {split: len(rows) for split, rows in load_dataset(str(folders[0])).items()} == {"train": 3, "validation": 2}
+
+
+@pytest.mark.parametrize("name", ["train.txt", "train.jsonl", "train.csv", "train.txt.gz", "train.csv.gz"])
+def test_byte_order_mark_is_not_part_of_a_text(script, tmp_path, name):
+    rows = {"txt": "One .", "jsonl": '{"text": "One ."}', "csv": "text\nOne ."}
+    content = f"\ufeff{rows[name.split('.')[1]]}\n".encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    assert script("prepare_text").read_texts(str(tmp_path), "text") == ["One ."]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (["--source", "nowhere/at-all", "text"], "cannot load nowhere/at-all"),
+        (["--validation", "5"], "--validation 5 must be between 0 and the 5 texts"),
+        (["--source", "{plain}", "txt"], "has no column txt, only text"),
+        (["--source", "{numbers}", "text"], "row 0: text is 7 instead of text"),
+        (["--source", "{tests}", "text"], "has no split train or unsupervised"),
+    ],
+)
+def test_sources_without_text(script, sources, tmp_path, change, message):
+    write([{"text": 7}], tmp_path / "numbers" / "train.jsonl")
+    write([{"text": "a"}], tmp_path / "tests" / "test.jsonl")
+    paths = {name: tmp_path / name for name in ("plain", "numbers", "tests")}
+    change = [word.format(**paths) for word in change]
+    assert_error(
+        lambda: script("prepare_text").main([*sources, *change, "--output_dir", str(tmp_path / "out")]), message
+    )
+    assert not (tmp_path / "out").exists()
