@@ -16,7 +16,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.marks import cover
 from tests.parity import report
@@ -36,6 +36,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = {"database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("fixed", derandomize=True, max_examples=25, **SHARED)
 settings.register_profile("random", derandomize=False, max_examples=1000, **SHARED)
+# For tests/mutants.py: a failure is enough, the smallest one is not needed.
+settings.register_profile("unreduced", parent=settings.get_profile("fixed"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("fixed")
 
 

@@ -167,7 +167,7 @@ def try_mutant(checkout: Path, mutant: Mutant, chosen: set[str], limit: float) -
     file.write_bytes(data[: mutant.start] + mutant.new.encode() + data[mutant.end :])
     (listed := checkout / "chosen.json").write_text(json.dumps(sorted(chosen)), encoding="utf-8")
     tests = sorted({name.partition("::")[0] for name in chosen})
-    options = ["-x", "-p", "no:xdist", "-p", "tests.mutants", "--tb=no", *tests]
+    options = ["-x", "-p", "no:xdist", "-p", "tests.mutants", "--tb=no", "--hypothesis-profile=unreduced", *tests]
     process = run_pytest(checkout, *options, MUTANT_TESTS=str(listed))
     try:
         output = process.communicate(timeout=limit)[0]
