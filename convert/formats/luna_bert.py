@@ -15,7 +15,7 @@ from luna_mega.convert.safe_load import Checkpoint
 from luna_mega.convert.table import ACTIVATIONS, HEAD, MODEL, NOT, Arg, derived, fields, size_of, typed
 from luna_mega.convert.tokenizers import PIECES, ConvertedTokenizer
 from luna_mega.convert.tokenizers.gpt2_bpe import bpe_tokenizer, read_gpt2_bpe
-from luna_mega.errors import ConversionError
+from luna_mega.errors import ConversionError, shown
 
 _BODY, _LM_HEAD = "encoder.sentence_encoder", "encoder.lm_head"
 _NOTE = "early file: its prefix 'decoder.' is today's 'encoder.'"
@@ -59,7 +59,7 @@ def _head(evidence: Evidence) -> dict[str, Any]:
     """Return class, name and fields of the head: the requested head, or the only one of a fine-tuned model."""
     names, name, task = _names_of_heads(evidence.tensors), evidence.head, evidence.args.get("task")
     if wrong := next((name for name in names if not re.fullmatch(r"[\w-]+", name)), None):
-        raise ConversionError(f"classification head {wrong!r}: a name has letters, digits, '_' and '-' only")
+        raise ConversionError(f"classification head {shown(wrong)}: a name has letters, digits, '_' and '-' only")
     if name is not None and name not in names:
         has = f"has {', '.join(names)}" if names else "has no classification head"
         raise ConversionError(f"--head {name}: the file {has}")

@@ -1,9 +1,16 @@
+"""Dictionaries of words, bytes and labels, in every place where a conversion looks for them."""
+
 import json
 
 import pytest
+import torch
+from transformers import AutoModelForImageClassification, AutoTokenizer
 
 from luna_mega.convert import ConversionError
 from luna_mega.convert.dictionaries import read_dictionary
+from tests.convert.folders import load
+from tests.convert.mega import POSITIONS, SYMBOLS, VOCABULARY, mega, mega_image
+from tests.convert.mega_lm import VOCABULARY as LM_VOCABULARY, mega_lm
 
 
 def read(tmp_path, text):
@@ -101,3 +108,115 @@ def test_a_model_of_pixels_has_no_vocabulary(convert, make):
     convert(state)
     convert.output = convert.output.with_name("again")
     assert "do not fit" in convert.error(state, "--dict", path)
+
+
+@pytest.mark.parametrize(("pooling", "starts"), [("cls", True), ("mp", False)])
+def test_dictionary_and_tokenizer(convert, make, pooling, starts):
+    make.dictionary(convert.source / "dict.txt")
+    make.dictionary(convert.source / "label-bin" / "dict.txt", symbols=3, prefix="class")
+    model = load(convert(mega(sen_rep_type=pooling, classes=3)))
+    assert model.config.pooling == ("cls" if starts else "mean")
+    assert model.config.id2label == {0: "class0", 1: "class1", 2: "class2"}
+    tokenizer = AutoTokenizer.from_pretrained(convert.output)
+    assert tokenizer("w0 w3").input_ids == [VOCABULARY - 1] * starts + [4, 7, 2]
+    assert tokenizer.model_max_length == POSITIONS
+    assert ("every sequence starts with <CLS>, id 16" in convert.screen) is starts
+
+
+def test_dictionary_with_cls_and_one_of_another_model(convert, make):
+    dictionary = make.dictionary(convert.source / "dict.txt")
+    dictionary.write_text(dictionary.read_text(encoding="utf-8") + "<CLS> 1\n", encoding="utf-8")
+    assert (convert(mega()) / "dict.txt").is_file()
+    convert.output = convert.output.with_name("other")
+    make.dictionary(dictionary, symbols=SYMBOLS + 1)
+    assert "symbols do not fit the model" in convert.error(mega())
+
+
+def test_files(convert):
+    convert.save(mega_image())
+    folder = convert(None)
+    assert "AutoImageProcessor" in (folder / "README.md").read_text(encoding="utf-8")
+    assert '"crop_size": {\n    "height": 12' in (folder / "preprocessor_config.json").read_text(encoding="utf-8")
+
+
+def test_names_of_classes(convert, tmp_path):
+    names = tmp_path / "names.txt"
+    names.write_text("tench, Tinca tinca\ngoldfish\nshark\nhen\ncrane\n", encoding="utf-8")
+    model = AutoModelForImageClassification.from_pretrained(convert(mega_image(), "--dict", names))
+    assert model.config.id2label[0] == "tench, Tinca tinca" and model.config.label2id["crane"] == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [("a\nb\n", "2 lines for 5 classes"), ("a\n\nb\nc\nd\n", "line 2 is empty"), (None, "no such file")],
+)
+def test_invalid_label_names(convert, tmp_path, text, named):
+    names = tmp_path / "names.txt"
+    if text is not None:
+        names.write_text(text, encoding="utf-8")
+    assert named in convert.error(mega_image(), "--dict", names)
+
+
+def write_dictionary(convert, symbols):
+    path = convert.source / "dict.txt"
+    path.write_text("".join(f"{symbol} 1\n" for symbol in symbols), encoding="utf-8")
+
+
+def test_words(convert):
+    write_dictionary(convert, [*(f"w{index}" for index in range(26)), "madeupword0000", "madeupword0001"])
+    model = load(convert(mega_lm(rotary=False, chunk=-1)))
+    tokenizer = AutoTokenizer.from_pretrained(convert.output)
+    assert tokenizer("w0 x  w2\nw3 </s> \n\nw4").input_ids == [2, 4, 3, 6, 2, 7, 2, 2, 2, 8]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2, 1)
+    assert tokenizer.model_max_length == POSITIONS and len(tokenizer) == LM_VOCABULARY
+    written = model.generate(**tokenizer("w0 w1", return_tensors="pt"), max_new_tokens=3, do_sample=False)
+    assert tokenizer.decode(written[0], skip_special_tokens=True).startswith("w0 w1")
+    assert model.generate(max_new_tokens=2, do_sample=False)[0, 0] == 2
+
+
+def test_bytes(convert):
+    symbols = [101, 32, 116, 97, 195, 169, 60, 47, 115, 62, *range(200, 217)]
+    write_dictionary(convert, [*symbols, "madeupword0000"])
+    load(convert(mega_lm()))
+    tokenizer = AutoTokenizer.from_pretrained(convert.output)
+    ids = {byte: 4 + index for index, byte in enumerate(symbols)} | {10: 2}
+    text = "tea é\n\n</s>  ate\n"
+    assert tokenizer(text).input_ids == [ids[byte] for byte in text.encode()]
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer("b").input_ids == [3] and tokenizer.eos_token_id == tokenizer.bos_token_id == 2
+    assert len(tokenizer) == LM_VOCABULARY and tokenizer.model_max_length > 1e9
+    assert "bytes, 32 ids" in convert.screen
+
+
+def test_bytes_with_a_separate_newline(convert):
+    write_dictionary(convert, range(28))
+    load(convert(mega_lm()))
+    tokenizer = AutoTokenizer.from_pretrained(convert.output)
+    assert tokenizer("\n").input_ids == [14] and tokenizer.eos_token == "</s>" and tokenizer.eos_token_id == 2
+
+
+def test_dictionary_of_another_size(convert):
+    write_dictionary(convert, range(300))
+    assert "(4 specials + 300 symbols = 304)" in convert.error(mega_lm())
+
+
+def test_bpe_of_a_dictionary_that_lacks_pieces(convert, shared_dir):
+    write_dictionary(convert, range(28))
+    message = convert.error(mega_lm(), "--bpe", shared_dir / "data" / "gpt2_bpe")
+    assert "of GPT-2's pieces" in message and "omit --bpe" in message
+    (convert.source / "dict.txt").unlink()
+    assert "no dictionary next to" in convert.error(mega_lm(), "--bpe", shared_dir / "data" / "gpt2_bpe")
+
+
+def test_bpe(convert, shared_dir):
+    """A dictionary may contain all of GPT-2's pieces in a different order."""
+    write_dictionary(convert, [*range(50256, -1, -1)])
+    state = mega_lm()
+    for name in ("decoder.embed_tokens.weight", "decoder.output_projection.weight"):
+        state["model"][name] = torch.randn(50261, 16)
+    load(convert(state, "--bpe", shared_dir / "data" / "gpt2_bpe"))
+    tokenizer = AutoTokenizer.from_pretrained(convert.output)
+    assert tokenizer("Hello world").input_ids == [2, *(4 + 50256 - piece for piece in (15496, 995))]
+    assert tokenizer.decode(tokenizer("Hello world").input_ids, skip_special_tokens=True) == "Hello world"
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2, 1)
+    assert len(tokenizer) == 50261 and "GPT-2 byte-pair encoding" in convert.screen

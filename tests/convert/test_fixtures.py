@@ -7,8 +7,8 @@ from transformers import AutoModelForSequenceClassification
 
 from luna_mega.convert import convert_checkpoint
 from luna_mega.convert.safe_load.reader import read_checkpoint
+from tests.convert.contract import check_arrived
 from tests.convert.folders import load
-from tests.convert.test_golden import check_arrived
 from tests.errors import command_error
 from tests.marks import slow_but
 
@@ -47,7 +47,7 @@ def test_a_file_of_the_original(parity_folder, tmp_path, name):
         place = tmp_path / str(head)
         convert_checkpoint(fixture / "checkpoint.pt", place / "model", head=head)
         report = json.loads((place / "model" / "conversion_report.json").read_text(encoding="utf-8"))
-        check_arrived(source, load(place / "model").state_dict(), report)
+        check_arrived(source.tensors, load(place / "model").state_dict(), report)
         dictionaries = fixture.glob("dict.??.txt" if "s2s" in name or "_mt_" in name else "dict.txt")
         copies = {file.read_bytes() for file in (place / "model").glob("dict*.txt")}
         assert {file.read_bytes() for file in dictionaries} <= copies

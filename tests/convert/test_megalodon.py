@@ -192,6 +192,11 @@ BAD = {
     "settings": (1, lambda path: edit(path, model=[]), "'model' does not contain"),
     "a type": (1, settings(chunk_size="x"), "model.chunk_size = 'x' is not an integer"),
     "extra tokens": (1, lambda path: edit(path, tokenizer={"additional_vocab_size": 5}), "no multiple of 256"),
+    "extra tokens that the model lacks": (
+        1,
+        lambda path: edit(path, tokenizer={"path": "tokenizer.model", "additional_vocab_size": 256}),
+        "9 pieces and 256 additional tokens do not fit the model",
+    ),
     "no size": (1, lambda path: edit(path, model=MODEL | {"ffn_hidden_dim": None}), "2048"),
     "a word": (1, lambda path: edit(path, tokenizer={"path": "a\x1bb"}), "tokenizer = "),
     "an unknown field": (1, settings(sliding_window=5), "sliding_window"),

@@ -1,25 +1,214 @@
-"""Damaged files, checksums and serializations."""
+"""Files of every serialization: no code in them is executed, and damage gives one line or changes nothing.
 
+Every example of this module runs under `watched`, which fails if a program is started.
+"""
+
+import argparse
 import collections
 import hashlib
 import io
+import itertools
+import os
+import pickle
 import random
+import shlex
+import struct
+import sys
 import tarfile
 import zipfile
 
+import numpy
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from safetensors.torch import save_file
 
 from luna_mega.convert import ConversionError, convert_checkpoint
+from luna_mega.convert.formats.registry import open_checkpoint
 from luna_mega.convert.safe_load.reader import read_checkpoint
-from tests.convert.files import flip, write
+from tests.convert import luna, megalodon
+from tests.convert.contract import built, changed, check_message, saved_report
+from tests.convert.files import HOSTILE, flip, pickled, write, write_pickle
+from tests.marks import diagonal, slow_but
+
+BERT, FORMS, UNCHECKED = "luna_bert", ("zip", "no crc", "legacy"), ("legacy", "no crc")
+WEIGHT = "encoder.lm_head.dense.weight"
+OTHER = "encoder.sentence_encoder.layers.0.self_attn.out_proj.weight"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def watched():
+    """Fail if a test of this module executes a program; `test_attacks_are_effective` shows that this is noticed."""
+    calls, active = [], [True]
+    running = {"os.system", "os.exec", "os.posix_spawn", "os.spawn", "subprocess.Popen", "pty.spawn"}
+    # An audit hook cannot be removed; it does nothing after the module.
+    sys.addaudithook(lambda event, _: calls.append(event) if active and event in running else None)
+    yield calls
+    active.clear()
+    assert not calls
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Return the path of a file that the examples of Hypothesis write."""
+    return tmp_path_factory.mktemp("reader") / "model.pt"
 
 
 @pytest.fixture
-def convert(convert):
-    convert.writes = True
-    return convert
+def file(tmp_path):
+    return tmp_path / "model.pt"
+
+
+def error(file, damaged=None):
+    """Return the error of a conversion, which leaves no files."""
+    before = sorted(os.listdir(os.fsencode(file.parent)))
+    with pytest.raises(ConversionError) as raised:
+        convert_checkpoint(file, file.parent / "output")
+    message = str(raised.value)
+    check_message(message.replace(str(file.parent), ""))
+    assert str(damaged or file).replace("\n", " ") in message and sorted(os.listdir(os.fsencode(file.parent))) == before
+    return message
+
+
+class Attack:
+    """An object that runs a command when an ordinary unpickler loads it."""
+
+    def __init__(self, file):
+        self.command = shlex.join(["touch", str(file)])
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_attacks_are_effective(tmp_path, watched):
+    pickle.loads(pickle.dumps(Attack(tmp_path / "touched")))
+    assert (tmp_path / "touched").exists() and watched == ["os.system"]
+    watched.clear()
+    write_pickle(tmp_path / "model.pt", HOSTILE["a call of a value"])
+    with pytest.raises(pickle.UnpicklingError, match="weights_only"):
+        torch.load(tmp_path / "model.pt", weights_only=True)
+
+
+@pytest.mark.parametrize(("form", "where"), [("zip", "extra_state"), ("legacy", "model"), ("pickle", "args")])
+def test_code_in_a_checkpoint_is_not_executed(file, tmp_path, monkeypatch, form, where):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    write(({} if form == "pickle" else built(BERT)) | {where: Attack(tmp_path / "touched")}, file, form)
+    message = error(file)
+    assert f"{os.system.__module__}.system" in message and "nothing was executed" in message
+    assert not (tmp_path / "touched").exists()
+
+
+@pytest.mark.parametrize(("kind", "where"), diagonal(HOSTILE, itertools.product((False, True), repeat=2)))
+def test_no_pickle_is_executed(file, tmp_path, kind, where):
+    """No pickle is executed, including those that contain Megalodon's weights without fairseq args."""
+    is_folder, legacy = where
+    source = damaged = file
+    if is_folder:
+        source = megalodon.folder(tmp_path / "source", ranks=2)
+        damaged = source / "consolidated.01.pth"
+    write_pickle(damaged, HOSTILE[kind], legacy)
+    assert "nothing was executed" in error(source, damaged)
+
+
+GLOBALS = [
+    b"posix\nsystem", b"os\nsystem", b"builtins\neval", b"builtins\nexec", b"builtins\ngetattr", b"subprocess\nPopen",
+    b"torch\nload", b"torch.hub\nload", b"torch.serialization\nload", b"importlib\nimport_module", b"numpy\nload",
+    b"runpy\nrun_path", b"webbrowser\nopen", b"pickle\nloads", b"functools\npartial", b"operator\nattrgetter",
+    b"argparse\nNamespace", b"argparse\nArgumentParser", b"collections\nOrderedDict", b"collections\nCounter",
+    b"torch._utils\n_rebuild_tensor_v2", b"torch._utils\n_rebuild_parameter", b"torch._utils\n_rebuild_qtensor",
+    b"torch._utils\n_rebuild_sparse_tensor", b"torch._utils\n_rebuild_nested_tensor", b"torch\nFloatStorage",
+    b"torch._utils\n_rebuild_wrapper_subclass", b"torch._tensor\n_rebuild_from_type_v2", b"torch\nSize",
+    b"torch\nTensor", b"torch\ndevice", b"numpy\ndtype", b"numpy.core.multiarray\nscalar", b"_codecs\nencode",
+    b"omegaconf.dictconfig\nDictConfig", b"builtins\nset", b"builtins\nbytearray", b"builtins\ncomplex", b"x\x1b\ny",
+]  # fmt: skip
+TEXT = st.sampled_from([b"model", b"args", b"touch hacked", b"cfg", b"storage", b"0", b"\xed\xa0\x80", b"a\nb\x1b[2J"])
+STRING = TEXT.map(lambda text: b"X" + struct.pack("<I", len(text)) + text)
+GLOBAL = st.sampled_from(GLOBALS).map(lambda name: b"c" + name + b"\n")
+# An instruction of a pickle, which may be invalid; the last ones take exponential time or contain themselves.
+INSTRUCTION = st.one_of(
+    GLOBAL,
+    st.tuples(GLOBAL, STRING).map(lambda pair: pair[0] + b"(" + pair[1] + b"tR"),
+    STRING,
+    st.binary(min_size=1, max_size=1),
+    st.sampled_from([b"K\x01", b"J\xff\xff\xff\xff", b"G" + struct.pack(">d", 1e300), b"q\x01", b"h\x01"]),
+    st.sampled_from([b"}", b"]", b")", b"(", b"N", b"\x88", b"\x89", b"\x8f"]),
+    st.sampled_from([b"R", b"\x81", b"b", b"Q", b"\x85", b"\x86", b"\x87", b"t", b"s", b"u", b"a", b"e"]),
+    st.sampled_from([b"q\x05" + b"h\x05h\x05\x86q\x05" * 45, b"]q\x04h\x04a"]),
+)
+BODY = st.lists(INSTRUCTION, min_size=1, max_size=11).map(b"".join)
+PREFIX = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}."  # of the legacy format
+
+
+def fields(model, args):
+    """Return the pickle of a dict with a model and args."""
+    namespace = b"cargparse\nNamespace\n)\x81}" + b"X\x04\x00\x00\x00arch" + args + b"sb"
+    return b"\x80\x02}X\x05\x00\x00\x00model" + model + b"sX\x04\x00\x00\x00args" + namespace + b"s."
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@given(
+    content=st.one_of(
+        BODY.map(lambda body: b"\x80\x02" + body + b"."),
+        BODY.map(lambda body: fields(b"}", body)),
+        BODY.map(lambda body: fields(b"}X\x01\x00\x00\x00w" + body + b"s", b"N")),
+    )
+)
+def test_hostile_pickles(place, watched, legacy, content):
+    """A random pickle is one line, never a model; `watched` checks that nothing is executed."""
+    write_pickle(place, PREFIX + content + b"\x80\x02]." if legacy else content, legacy)
+    error(place)
+    assert not watched and os.listdir(place.parent) == ["model.pt"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(share=st.floats(0, 1), head=st.booleans(), bits=st.lists(st.integers(0, 7), min_size=1, max_size=3))
+def test_flipped_bits(place, form, share, head, bits):
+    """Flipped bits are an error or change nothing; a file without checksums has a warning."""
+    state = built(BERT)
+    write(state, place, form)
+    content = place.read_bytes()
+    at = int(share * (9000 if head else len(content) - len(bits)))
+    for number, bit in enumerate(bits):
+        content = flip(content, at + number, bit)
+    place.write_bytes(content)
+    try:
+        read = read_checkpoint(place)
+        report = convert_checkpoint(place, None)
+    except ConversionError as raised:
+        check_message(str(raised))
+        assert str(place) in str(raised)
+        return
+    if form == "zip":
+        assert read.args == vars(state["args"]) and list(read.tensors) == list(state["model"])
+        assert all(torch.equal(read.tensors[key], tensor) for key, tensor in state["model"].items())
+    else:
+        assert "damage to it goes unnoticed" in report.warnings[0]
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory):
+    """Return a Megalodon folder of two ranks, and the tensors that it contains."""
+    source = megalodon.folder(tmp_path_factory.mktemp("folder") / "source", ranks=2)
+    return source, {name: tensor.clone() for name, tensor in open_checkpoint(source).tensors.items()}  # not mapped
+
+
+FOLDER = ["consolidated.01.pth", "config.json", "consolidate_config.json", "tokenizer.model"]
+
+
+@given(damaged=st.sampled_from(FOLDER), share=st.floats(0, 1), bit=st.integers(0, 7))
+def test_flipped_bits_of_a_folder(sharded, damaged, share, bit):
+    """Weights have checksums; a flipped digit of the settings may give another model, and never more than one line."""
+    source, tensors = sharded
+    content = (source / damaged).read_bytes()
+    (source / damaged).write_bytes(flip(content, int(share * (len(content) - 1)), bit))
+    try:
+        convert_checkpoint(source, None)
+        read = open_checkpoint(source).tensors
+        assert damaged != FOLDER[0] or all(torch.equal(read[key], tensor) for key, tensor in tensors.items())
+    except ConversionError as raised:
+        check_message(str(raised).replace(str(source), ""))
+    finally:
+        (source / damaged).write_bytes(content)
 
 
 def keep(share):
@@ -33,8 +222,8 @@ def without_storages(content):
 
 def without_a_crc(content):
     """Set one CRC-32 to 0 (the CRC of empty data), which is still checked if other entries have a CRC."""
-    place = content.rindex(b"/data/3PK") - len("model") - 30
-    return content[:place] + bytes(4) + content[place + 4 :]
+    at = content.rindex(b"/data/3PK") - len("model") - 30
+    return content[:at] + bytes(4) + content[at + 4 :]
 
 
 def packed(mode):
@@ -55,11 +244,19 @@ def packed(mode):
     return change
 
 
+def compressed(content):
+    """Return the same entries, written by zipfile with compression."""
+    found = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as archive, zipfile.ZipFile(found, "w", zipfile.ZIP_DEFLATED) as other:
+        for info in archive.infolist():
+            other.writestr(info.filename, archive.read(info))
+    return found.getvalue()
+
+
 ARCHIVES = {"gzip": "w:gz", "bzip2": "w:bz2", "xz": "w:xz", "tar": "w", "zip": "zip"}
-ARCHIVES = {kind: packed(mode) for kind, mode in ARCHIVES.items()}
 # Name -> serialization, damage to the bytes, and a part of the error.
 DAMAGES = {
-    "empty": ("zip", lambda content: b"", "empty"),
+    "empty": ("zip", lambda content: b"", "the file is empty; copy"),
     "other bytes": ("zip", lambda content: bytes(range(100, 200)), "not a checkpoint"),
     "another pickle": ("zip", lambda content: b"\x80\x02" + bytes(range(200, 256)), "not a checkpoint"),
     "a start": ("zip", lambda content: b"PK\x03\x04" + bytes(100), "truncated"),
@@ -68,125 +265,277 @@ DAMAGES = {
     "trailing bytes": ("legacy", lambda content: content + b"more", "4 bytes follow the last storage"),
     "no storages": ("legacy", without_storages, "no data for"),
     "no CRC of an entry": ("zip", without_a_crc, "entry 'model/data/3' has CRC-32"),
-    **{kind: ("zip", change, f"a {kind} archive; extract it (") for kind, change in ARCHIVES.items()},
+    **{kind: ("zip", packed(mode), f"a {kind} archive; extract it (") for kind, mode in ARCHIVES.items()},
     # only in the directory is an entry's name followed by the signature of the next entry
     "moved": ("zip", lambda x: x.replace(b"model/data/1PK", b"model/data/2PK"), "at the offset in the zip directory"),
+    "compressed": ("zip", compressed, "entry 'model/data.pkl' is compressed"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_files(convert, make, damage):
+def test_damaged_files(file, damage):
     form, change, named = DAMAGES[damage]
-    write(make.bert(), convert.file, form)
-    content = convert.file.read_bytes()
-    convert.file.write_bytes(change(content))
-    assert content != convert.file.read_bytes()
-    message = convert.error()
-    assert str(convert.file) in message and named in message
-    assert "truncated" not in named or "copy" in message
+    write(built(BERT), file, form)
+    content = file.read_bytes()
+    file.write_bytes(change(content))
+    message = error(file)
+    assert named in message and ("truncated" not in named or "copy" in message), message
 
 
-def test_other_paths(convert):
-    assert "no such file" in convert.error()
-    save_file({"weight": torch.zeros(2)}, convert.file)
-    assert "safetensors" in convert.error()
-    convert.file.unlink()
-    convert.file.mkdir()
-    (convert.file / "checkpoint_best.pt").touch()
-    message = convert.error()
-    assert "is a folder" in message and "checkpoint_best.pt" in message
+def test_a_damaged_entry_is_named(file):
+    write(built(BERT), file)
+    with zipfile.ZipFile(file) as archive:
+        entries = [(info.filename, archive.read(info)) for info in archive.infolist() if info.file_size > 30]
+    content = file.read_bytes()
+    for name, data in [entries[0], *random.Random(0).sample(entries, 5)]:
+        file.write_bytes(flip(content, content.index(data) + len(data) // 2))
+        message = error(file)
+        assert f"entry {name!r} has CRC-32" in message and "copy the file again" in message
 
 
-@pytest.mark.parametrize("form", ["zip", "legacy", "no crc"])
-def test_serializations(convert, make, form):
+def test_other_paths(file):
+    assert "no such file" in error(file)
+    save_file({"weight": torch.zeros(2)}, file)
+    assert "a safetensors file" in error(file)
+    file.unlink()
+    file.mkdir()
+    assert "none of its files ends in .pt" in error(file)
+    (file / "checkpoint_best.pt").touch()
+    assert "is a folder; pass the checkpoint file itself (checkpoint_best.pt)" in error(file)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_serializations(file, form):
     """A file without checksums is read with a warning, and its numbers may be damaged."""
-    state = make.bert()
-    state["model"] = collections.OrderedDict(state["model"])
-    write(state, convert.file, form)
-    read, content = read_checkpoint(convert.file), convert.file.read_bytes()
+    state = built(BERT)
+    write(changed(state, collections.OrderedDict(state["model"])), file, form)
+    read, content = read_checkpoint(file), file.read_bytes()
     assert read.serialization == ("legacy" if form == "legacy" else "zip")
     assert read.sha256 == hashlib.sha256(content).hexdigest()
     assert read.num_updates == 1000 and read.args == vars(state["args"])
     assert list(read.tensors) == list(state["model"])
     assert all(torch.equal(read.tensors[key], tensor) for key, tensor in state["model"].items())
-    report = convert.report(None)
-    assert report["warnings"] == list(read.warnings) and bool(read.unchecked) is bool(read.warnings)
+    report = convert_checkpoint(file, None)
+    assert report.warnings == list(read.warnings) and bool(read.unchecked) is bool(read.warnings)
     if form == "zip":
         assert read.warnings == ()
-        convert.file.write_bytes(content + bytes(100))  # the directory is searched in the last 64 KiB
-        again = read_checkpoint(convert.file)
+        file.write_bytes(content + bytes(100))  # the directory is searched in the last 64 KiB
+        again = read_checkpoint(file)
         assert again.args == read.args and again.sha256 != read.sha256
         return
     (warning,) = read.warnings
     assert {"legacy": "legacy format, which has no checksums", "no crc": "no CRC-32"}[form] in warning
-    assert "damage to it goes unnoticed" in warning
-    assert any(line.startswith("warning  ") and line.endswith(warning) for line in convert.screen.splitlines())
-    if form == "legacy":
-        convert.file.write_bytes(flip(content, len(content) - 1))
-        damaged = convert_checkpoint(convert.file, convert.output.with_name("damaged"))
-        assert "no checksums" in "".join(damaged.warnings)
+    assert any(line.startswith("warning  ") and line.endswith(warning) for line in str(report).splitlines())
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_averaged_weights_are_mentioned(convert, make, seed):
+def test_archives_of_other_programs(file):
+    write(built(BERT), file)
+    with zipfile.ZipFile(file) as archive, zipfile.ZipFile(file.with_name("again.pt"), "w") as other:
+        for info in archive.infolist():
+            other.writestr(info.filename, archive.read(info))
+    assert read_checkpoint(file.with_name("again.pt")).args == vars(built(BERT)["args"])
+
+
+PLACES = [["ema"], ["model_ema"], ["extra_state", "ema"], ["extra_state", "swa", "model"]]
+
+
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("where", PLACES, ids=".".join)
+def test_averaged_weights_are_mentioned(file, where, prefix):
     """A copy of the weights at any place of the file is mentioned; the weights of the field `model` are converted."""
-    draw, state = random.Random(seed), make.bert()
-    place = draw.choice([["ema"], ["model_ema"], ["extra_state", "ema"], ["extra_state", "swa", "model"]])
-    prefix = draw.choice(["", "module."])
-    copy = {f"{prefix}{name}": tensor + 1 for name, tensor in state["model"].items() if draw.random() < 0.9}
+    state = dict(built(BERT))
+    copy = {f"{prefix}{name}": tensor + 1 for name, tensor in list(state["model"].items())[3:]}
     holder = state
-    for name in place[:-1]:
+    for name in where[:-1]:
         holder = holder.setdefault(name, {})
-    holder[place[-1]] = copy | {"decay": 0.999}
-    write(state, convert.file)
-    report = convert.report(None)
-    (warning,) = report["warnings"]
-    assert f"field '{'.'.join(place)}' has other values of {len(copy)} of the {len(state['model'])} tensors" in warning
-    assert "save a file with them as the field 'model'" in warning and warning in convert.screen
-    read = read_checkpoint(convert.file)
+    holder[where[-1]] = copy | {"decay": 0.999}
+    write(state, file)
+    read = read_checkpoint(file)
+    (warning,) = read.warnings
+    assert f"field '{'.'.join(where)}' has other values of {len(copy)} of the {len(state['model'])} tensors" in warning
+    assert "save a file with them as the field 'model'" in warning
     assert all(torch.equal(read.tensors[key], tensor) for key, tensor in state["model"].items())
 
 
-@pytest.mark.parametrize("part", ["everywhere", "directory"])
-def test_a_flipped_bit_is_an_error_or_changes_nothing(tmp_path, make, part):
-    file, state, choose = tmp_path / "model.pt", make.bert(heads=[("a_head", 3)]), random.Random(part)
-    write(state, file)
-    content, errors = file.read_bytes(), 0
-    with zipfile.ZipFile(file) as archive:
-        first = 0 if part == "everywhere" else archive.start_dir
-    for place in choose.sample(range(first, len(content)), 100):
-        file.write_bytes(flip(content, place, choose.randrange(8)))
-        try:
-            read = read_checkpoint(file)
-        except ConversionError as error:
-            assert str(file) in str(error), place
-            errors += 1
-        else:
-            assert read.args == vars(state["args"]) and list(read.tensors) == list(state["model"]), place
-            assert all(torch.equal(read.tensors[key], tensor) for key, tensor in state["model"].items()), place
-    assert 30 < errors < 100
+def with_model(change):
+    """Return a function that builds a checkpoint with changed tensors."""
+
+    def build():
+        state = luna.bert()
+        change(state["model"])
+        return state
+
+    return build
 
 
-def test_a_damaged_entry_is_named(convert, make):
-    convert.save(make.bert())
-    with zipfile.ZipFile(convert.file) as archive:
-        entries = [(info.filename, archive.read(info)) for info in archive.infolist() if info.file_size > 30]
-    content = convert.file.read_bytes()
-    assert len(entries) > 50
-    for name, data in [entries[0], *random.Random(0).sample(entries, 5)]:
-        convert.file.write_bytes(flip(content, content.index(data) + len(data) // 2))
-        message = convert.error()
-        assert f"entry {name!r} has CRC-32" in message and "copy the file again" in message
+def replaced(key, change):
+    return with_model(lambda model: model.update({key: change(model[key])}))
 
 
-def test_archives_of_other_programs(convert, make):
-    state, again = make.bert(), convert.file.with_name("again.pt")
-    convert.save(state)
-    for compression in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        with zipfile.ZipFile(convert.file) as archive, zipfile.ZipFile(again, "w", compression) as other:
-            for info in archive.infolist():
-                other.writestr(info.filename, archive.read(info))
-        if compression == zipfile.ZIP_STORED:
-            assert read_checkpoint(again).args == vars(state["args"])
-    with pytest.raises(ConversionError, match="entry 'model/data.pkl' is compressed"):
-        read_checkpoint(again)
+def expanded(rows):
+    tables = ("embed_tokens.weight", "lm_head.weight")
+    return with_model(
+        lambda model: model.update({k: x[:1].expand(rows, 16) for k, x in model.items() if k.endswith(tables)})
+    )
+
+
+# Content of a checkpoint, or a function that returns it, and a part of the error; `test_damage.py` has odd tensors.
+CONTENT = {
+    "a list": ([1, 2], "contains a list, not the dict"),
+    "args as a dict": ({"args": {"arch": "luna"}, "model": {}}, "'args' is a dict"),
+    "a model as a list": ({"args": argparse.Namespace(), "model": [1]}, "'model' is a list"),
+    "no args": ({"model": {}}, "no field 'args'"),
+    "no model": ({"args": argparse.Namespace()}, "no field 'model'"),
+    "hydra": (
+        lambda: luna.bert() | {"cfg": {"model": {"arch": "luna"}}},
+        "field 'cfg': written by a later fairseq (hydra",
+    ),
+    "two lines": ({1: 2, "a\nb": 3}, "no field 'args' (found: 1, a"),
+    "nested args": (lambda: luna.bert(odd=torch.nested.nested_tensor([torch.ones(3), torch.ones(1)])), "not dense"),
+    "nested": (replaced(WEIGHT, lambda x: torch.nested.nested_tensor([x, x[:3]])), "a tensor that is not dense"),
+    "jagged": (replaced(WEIGHT, lambda x: torch.nested.nested_tensor([x], layout=torch.jagged)), "that is not dense"),
+    "an array": (lambda: luna.bert(odd=numpy.zeros(3)), "numpy"),
+    "endlessly shared": (
+        with_model(lambda model: model.update(dict.fromkeys((f"x.{i}" for i in range(2000)), torch.zeros(1 << 20)))),
+        "its tensors need 8,388,6",
+    ),
+    **{f"{rows} rows": (expanded(rows), "bytes of memory and repeat") for rows in (1 << 28, (1 << 31) - 1, 1 << 40)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("case", CONTENT)
+def test_invalid_content_is_one_line(file, case):
+    content, named = CONTENT[case]
+    write(content() if callable(content) else content, file)
+    assert named in error(file)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_key_with_expensive_hash(file, legacy):
+    twice = b"".join(b"q" + bytes([index]) + b"h" + bytes([index]) + b"\x86" for index in range(60))
+    write_pickle(file, pickled(b"}", b"K\x01", twice, b"N", b"s"), legacy)
+    assert "a tuple is nested more than 50 deep" in error(file)
+
+
+def test_omegaconf_objects_raise_with_their_name(file):
+    write_pickle(file, pickled(b"comegaconf.dictconfig\nDictConfig\n", b")R"))
+    message = error(file)
+    assert "omegaconf" in message and "hydra" in message
+
+
+CHANGES = (torch.Tensor.t, lambda x: x[:1].expand(x.shape), lambda x: torch.cat([x, x])[:16],
+           lambda x: torch.cat([x, x])[16:])  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "form"), diagonal(CHANGES, UNCHECKED))
+def test_sizes_strides_and_storages_that_contradict_each_other(file, form, change):
+    state = replaced(WEIGHT, change)()
+    write(state, file, form)
+    message = error(file)
+    assert f"tensor '{WEIGHT}' of shape [16, 16]" in message and "does not fit its storage" in message
+    write(state, file)  # valid checksums mean that the writer intended this content
+    assert convert_checkpoint(file, None).warnings == []
+
+
+@pytest.mark.parametrize(("rows", "form"), diagonal([1 << 28, (1 << 31) - 1, 1 << 40], UNCHECKED))
+def test_expanded_tensors_without_checksums(file, rows, form):
+    """A file of a few kB that requests more memory than a machine has raises an error."""
+    write(expanded(rows)(), file, form)
+    message = error(file)
+    assert "bytes of memory and repeat" in message or "does not fit its storage" in message
+
+
+@pytest.mark.parametrize("form", UNCHECKED)
+def test_tensors_that_share_a_storage_without_being_tied(file, form):
+    write(with_model(lambda model: model.update({OTHER: model[WEIGHT]}))(), file, form)
+    message = error(file)
+    assert WEIGHT in message and OTHER in message and "share a storage" in message
+    state = luna.bert()
+    write(state | {"last_optimizer_state": {"state": [{"step": state["model"][WEIGHT]}]}}, file, form)
+    assert f"tensor '{WEIGHT}' shares its storage with a value outside the model" in error(file)
+
+
+def test_the_negative_bit_is_a_sign(file):
+    state = built(BERT)
+    weight = state["model"][WEIGHT]
+    write(changed(state, state["model"] | {WEIGHT: torch._neg_view(-weight)}), file)
+    assert torch.equal(read_checkpoint(file).tensors[WEIGHT], weight)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="names are Unicode there")
+def test_a_name_that_is_no_unicode(file, tmp_path):
+    odd = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.pt")
+    write(built(BERT), file)
+    report = convert_checkpoint(file, tmp_path / "a")
+    os.rename(file, odd)
+    other = convert_checkpoint(odd, tmp_path / "b")
+    assert (report.source["file"], other.source["file"]) == ("model.pt", "caf\\xe9.pt")
+    assert (tmp_path / "a" / "model.safetensors").read_bytes() == (tmp_path / "b" / "model.safetensors").read_bytes()
+    os.truncate(odd, 100)
+    with pytest.raises(ConversionError, match="zip directory at its end is missing"):
+        convert_checkpoint(odd, tmp_path / "c")
+    for name in ("\ud800.pt", "a\0b.pt", "x" * 5000):
+        with pytest.raises((ConversionError, OSError)):
+            convert_checkpoint(tmp_path / name, tmp_path / "c")
+
+
+def test_newlines_in_names_and_messages(tmp_path):
+    assert "a file.pt: no such file" in error(tmp_path / "a\nfile.pt")
+    torch.save({"args": argparse.Namespace(), "model": {"a\nname": 1}}, tmp_path / "a\nfile")
+    assert "not a dense tensor" in error(tmp_path / "a\nfile")
+    for value in ("a\nb", "a\r\n\u2028\x0bb", " \n a\n\n  b \n"):
+        assert str(ConversionError(value)).splitlines() == ["a b"]
+    assert str(ConversionError("two  spaces.pt: no such file")) == "two  spaces.pt: no such file"
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_args_become_plain_values(file):
+    values = torch.ones(3)
+    odd = {
+        "nested": argparse.Namespace(ids=torch.arange(3), rate=numpy.float32(1), more=[[1, (2,)], {"a": None}]),
+        "number": torch.tensor(2.0),
+        "counts": collections.OrderedDict({(1, 2): 3}),
+        "size": torch.Size([1, 2]),
+        "rest": {"set": {1}, "bytes": b"x", "complex": 1j, "dtype": torch.float16},
+        "meta": torch.zeros(2, device="meta"),
+        "numpy": [numpy.float64(0.5), numpy.int64(7), numpy.bool_(True)],
+    }
+    others = {"float8": values.to(torch.float8_e4m3fn), "complex": values.to(torch.complex64).conj()}
+    others["quantized"] = torch.quantize_per_tensor(values, 1.0, 0, torch.qint8)
+    write(luna.bert(**odd, **others) | {"optimizer_history": [{"num_updates": numpy.int64(7)}]}, file)
+    convert_checkpoint(file, file.with_name("model"))
+    report = saved_report(file.with_name("model"))
+    assert {name: report["args"][name] for name in odd} == {
+        "nested": {"ids": [0, 1, 2], "rate": 1.0, "more": [[1, [2]], {"a": None}]},
+        "number": 2.0,
+        "counts": {"(1, 2)": 3},
+        "size": [1, 2],
+        "rest": {"set": "{1}", "bytes": "b'x'", "complex": "1j", "dtype": "torch.float16"},
+        "meta": "tensor(..., device='meta', size=(2,))",
+        "numpy": [0.5, 7, True],
+    }
+    assert report["source"]["num_updates"] == 7
+
+
+def test_numpy_numbers_of_numpy_1(file):
+    """Numbers pickled by NumPy before 2.0, which used another module name, can be read."""
+    write(luna.bert(lr=numpy.float64(0.5)), file, "legacy")
+    content = file.read_bytes()
+    assert b"cnumpy._core.multiarray\n" in content
+    file.write_bytes(content.replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n"))
+    assert read_checkpoint(file).args["lr"] == 0.5
+
+
+@pytest.mark.parametrize("family", slow_but(["megalodon"], ["luna", "mega", "megalodon"]))
+def test_every_fixture_without_checksums_is_as_with_them(parity_folder, file, family):
+    fixtures = [path for folder in parity_folder.all(family) if (path := folder / "checkpoint.pt").is_file()]
+    for fixture in fixtures:
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            state = torch.load(fixture, weights_only=True)
+        expected = read_checkpoint(fixture)
+        for form in UNCHECKED:
+            write(state, file, form)
+            found = read_checkpoint(file)
+            assert found.unchecked and found.args == expected.args, fixture
+            assert all(torch.equal(found.tensors[key], tensor) for key, tensor in expected.tensors.items()), fixture

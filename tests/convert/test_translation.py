@@ -11,46 +11,9 @@ from luna_mega.convert.importer import convert_checkpoint
 from luna_mega.errors import ConversionError
 from tests.convert import translation
 from tests.convert.folders import dictionary, identical
-from tests.convert.translation import SINUSOIDAL, luna_seq2seq, mega_seq2seq
+from tests.convert.translation import LUNA_KINDS, MEGA_KINDS, luna_seq2seq, mega_seq2seq
 
 FAMILIES = {"luna": luna_seq2seq, "mega": mega_seq2seq}
-LUNA_KINDS = {
-    "joint, as WMT": SINUSOIDAL | {"hidden_act": "relu"},
-    "tied, learned positions": {"share_encoder_decoder_embeddings": False, "max_target_positions": 11},
-    "two vocabularies, pre-norm, fixed length": SINUSOIDAL
-    | {"decoder_vocab_size": 14, "pre_norm": True, "tie_key_value": False, "dynamic_projection_length": False},
-    "untied, other decoder": {
-        "tie_word_embeddings": False,
-        "decoder_position_embedding_type": "sinusoidal",
-        "num_decoder_layers": 1,
-        "decoder_intermediate_size": 9,
-        "num_decoder_attention_heads": 4,
-        "num_decoder_pack_attention_heads": 1,
-        "decoder_pre_norm": True,
-        "scale_embedding": True,
-    },
-    "no positions": {"position_embedding_type": "none", "scale_embedding": True, "num_pack_attention_heads": 4},
-}
-MEGA_KINDS = {
-    "joint": {},
-    "tied": {"share_encoder_decoder_embeddings": False},
-    "two vocabularies": {"decoder_vocab_size": 14, "decoder_chunk_size": -1, "use_chunking": True, "chunk_size": 4},
-    "untied, other decoder, simple": {
-        "tie_word_embeddings": False,
-        "relative_positional_bias": "simple",
-        "max_positions": 20,
-        "decoder_max_positions": 30,
-        "num_decoder_layers": 1,
-        "decoder_intermediate_size": 9,
-        "decoder_shared_representation_size": 5,
-        "normalization_type": "scalenorm",
-        "normalize_before_mega": True,
-        "normalize_before_ffn": True,
-        "final_norm": True,
-        "ema_shift": True,
-    },
-    "no ffn": {"use_normalized_ffn": False, "embedding_norm": True, "scale_embedding": True},
-}
 TWO = [("luna", "two vocabularies, pre-norm, fixed length"), ("mega", "two vocabularies")]
 
 

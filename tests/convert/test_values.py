@@ -1,0 +1,298 @@
+"""Fields of the configuration that args, tensors and options determine, and what the report says about them.
+
+A row of `VALUES` is a checkpoint and the result of its conversion. `test_contract.py` has the recorded results.
+"""
+
+from argparse import Namespace
+from dataclasses import replace
+
+import numpy
+import pytest
+import torch
+
+from luna_mega import LunaForMaskedLM
+from luna_mega.convert import ConversionError, convert_checkpoint
+from luna_mega.convert.conventions import decide_layer_norm
+from luna_mega.convert.evidence import Evidence, flag, same_bits
+from luna_mega.convert.formats.registry import register_format, registered_formats
+from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, read_fields, typed_args
+from tests.convert import luna
+from tests.convert.contract import changed, check_arrived, save, weights
+from tests.convert.folders import find_format, half, load
+from tests.convert.luna import bert, lra23
+from tests.convert.mega import BODY, POSITIONS, mega, mega_image
+from tests.convert.mega_lm import KINDS, VOCABULARY, mega_lm
+from tests.convert.translation import SINUSOIDAL, checkpoint, luna_seq2seq, mega_seq2seq
+
+HEADS = {
+    "sentence_classification_head": "cls",
+    "pooling_classification_head": "packed_max",
+    "attention_classification_head": "packed_attention",
+}
+NEW_HEADS = {"pooler_activation_fn": "relu", "pooler_dropout": 0.3}
+LAYER, PIXELS = "encoder.sentence_encoder.layers.1", {"values": True, "classes": 10, "chunk": 8}
+# These args are not determined by the name of the architecture.
+KEPT = ("arch", "task", "decoder_chunk_size", "normalize_before", "no_affine_final_norm", "no_scale_embedding")
+KEPT += ("adaptive_input_factor", "adaptive_softmax_factor", "truncation_length", "attention_activation_fn")
+
+
+def task(name, heads, expected):
+    return (lambda: bert(heads=heads, task=name)), (), {"architectures": [expected]}, []
+
+
+def without(state, *parts):
+    """Return a checkpoint without the tensors whose names contain a part."""
+    return changed(state, {key: x for key, x in state["model"].items() if not any(part in key for part in parts)})
+
+
+def filled(state, numbers):
+    """Return a checkpoint with other numbers in some tensors: name or its end -> number."""
+    model = {key: x.clone() for key, x in state["model"].items()}
+    for end, number in numbers.items():
+        for key in [key for key in model if key.endswith(end)]:
+            model[key].fill_(number)
+    return changed(state, model)
+
+
+def reordered(state, order):
+    """Return a checkpoint whose tensors have an order of neither branch."""
+    names = list(state["model"])
+    if order == "one layer":
+        first = names.index(f"{BODY}.layers.1.mega_layer.move.delta")
+        names[first : first + 2] = names[first : first + 2][::-1]
+    else:
+        names.sort(reverse=order == "reversed")
+    return changed(state, {name: state["model"][name] for name in names})
+
+
+def only(state, *kept):
+    """Return a checkpoint with only these args; tensors, the architecture or defaults determine the others."""
+    return state | {"args": Namespace(**{name: value for name, value in vars(state["args"]).items() if name in kept})}
+
+
+# Fields of a translation model without args.
+DEFAULTS = {"scale_embedding": True, "tie_word_embeddings": True, "share_encoder_decoder_embeddings": True}
+LUNA_DEFAULTS = {"num_attention_heads": 8, "decoder_pre_norm": False, "max_position_embeddings": 1024, "dropout": 0.1}
+LUNA_DEFAULTS |= {"hidden_act": "relu", "embedding_norm": False, "dynamic_projection_length": True, "layerdrop": 0.0}
+MEGA_DEFAULTS = {"truncation": 1024, "attention_activation": "softmax", "activation": "silu", "max_positions": 1024}
+
+# Checkpoint, options, fields of the configuration, parts of the printed report (after a !: not in it).
+VALUES = [
+    *((lambda: bert(heads=[(x, 3) for x in HEADS], **NEW_HEADS), ("head", name),
+       {"pooling": HEADS[name], "num_labels": 3, "classifier_activation": "relu", "classifier_dropout": 0.3}, [])
+      for name in HEADS),
+    task("masked_lm", [("a", 3)], "LunaForMaskedLM"),
+    task("sentence_prediction", [("a", 3)], "LunaForSequenceClassification"),
+    task("sentence_prediction", [("a", 3), ("b", 2)], "LunaForMaskedLM"),
+    task("sentence_prediction", [], "LunaForMaskedLM"),
+    task("sentence_ranking", [("a", 1)], "LunaForMultipleChoice"),
+    task("commonsense_qa", [("a", 1)], "LunaForMultipleChoice"),
+    task("sentence_ranking", [("a", 4)], "LunaForSequenceClassification"),
+    # An output weight that differs from the embedding is not tied; an equal one is tied unless the flag unties it.
+    (lambda: bert(untie_weights_luna=True), (), {"tie_word_embeddings": False}, ["!args.untie_weights_luna"]),
+    (lambda: bert(tied_lm=False, untie_weights_luna=False), (), {"tie_word_embeddings": False},
+     ["args.untie_weights_luna"]),
+    (lambda: changed(bert(), {key.replace("encoder.", "decoder.", 1): x for key, x in bert()["model"].items()}), (), {},
+     ["'decoder.' is today's 'encoder.'"]),
+    (lambda: filled(bert(), {f"{LAYER}.fc1.weight": torch.nan, "embed_tokens.weight": torch.inf}), (),
+     {"tie_word_embeddings": False}, ["NaN or Inf in 2 of", "luna.encoder.layers.1.fc1.weight"]),
+    (bert, (), {}, ["standard (the mean of the norm weights is 1.0", "no tokenizer: --bpe DIR"]),
+    (lambda: bert(heads=[("a", 3), ("b", 2)]), (), {},
+     ["--head a converts it", "no dictionary: the folder has no dict.txt"]),
+    (luna.bert23, (), {}, ["plus-one (the mean of the norm weights is "]),
+    (lambda: filled(bert(), {"layer_norm.weight": 1.0}), (), {}, ["(the mean of the norm weights is 1.000)"]),
+    (lambda: filled(bert(), {"layer_norm.weight": 0.0}), (), {}, ["plus-one (the mean of the norm weights is 0.000)"]),
+    (lambda: filled(bert(), {"layer_norm.weight": 0.5}), ("layer_norm", "plus-one"), {}, ["plus-one", "!warning"]),
+    (lambda: half(bert()), (), {"dtype": torch.float32}, ["float16 -> float32"]),
+    (lambda: half(bert()), ("dtype", "bfloat16"), {"dtype": torch.bfloat16}, ["float16 -> bfloat16"]),
+    (lambda: half(filled(bert(), {"layer_norm.weight": 2.0**-12})), (), {}, ["plus-one"]),  # 1 + 2**-12 is 1 in half
+    (lambda: half(lra23()), (), {"position_embedding_type": "sinusoidal"}, []),
+    (lambda: without(lra23(), "projected_positions", "_float_tensor"), (),
+     {"position_embedding_type": "sinusoidal"}, []),
+    (lambda: without(lra23(encoder_normalize_before=False), "emb_layer_norm"), (), {"embedding_norm": False}, []),
+    (lambda: lra23(sen_rep_type="mp"), (), {"pooling": "mean"}, ["!every sequence starts"]),
+    (lambda: lra23(sen_rep_type="cls"), (), {"pooling": "cls"}, ["every sequence starts with <CLS>, id 16"]),
+    *((lambda length=length: changed(mega(), truncation_length=length), (), {"truncation": expected}, [])
+      for length, expected in ((7, 7), (1, 1), (0, None), (-1, None), (None, None))),
+    (mega, (), {"truncation": 1024}, ["of the branch main"]),
+    (lambda: mega("mega_lra_cifar10", pixel_normalization=[0.48, 0.24], **PIXELS), (),
+     {"input_type": "values", "attention_chunk": 8, "num_labels": 10}, ["(x / 255 - 0.48) / 0.24", "!dictionary"]),
+    (lambda: mega("mega_lra_cifar10", pixel_normalization=None, **PIXELS), (), {}, ["(x / 255 - 0.5) / 0.5"]),
+    (mega, ("ema_convention", "main"), {"ema_shift": False}, ["!contradicts"]),
+    (mega, ("ema_convention", "flash"), {"ema_shift": True},
+     ["--ema-convention flash contradicts the order of the tensors"]),
+    *((lambda order=order: reordered(mega(), order), ("ema_convention", "flash"), {"ema_shift": True}, ["!contradicts"])
+      for order in ("sorted", "one layer", "reversed")),
+    (lambda: half(mega("mega_lra_cifar10", values=True, norm_type="batchnorm", prenorm=True)), ("dtype", "float16"),
+     {"normalization_type": "batchnorm"}, []),
+    (lambda: without(mega("mega_lra_cifar10", values=True, norm_type="batchnorm"), "num_batches"), (), {}, []),
+    (lambda: filled(mega(rotary=True), {"_float_tensor": torch.nan}), (), {}, ["!NaN"]),
+    (lambda: filled(mega(), {"layers.0.mega_layer.h_proj.bias": torch.nan}), (), {}, ["NaN or Inf in 1 of"]),
+    (lambda: {"model": mega_image(positions=False, hidden=6)["model"]}, (),
+     {"use_absolute_position_embeddings": False, "classifier_hidden_size": 6}, []),
+    *((lambda arch=arch: mega_lm(arch, activation_dropout=None), (), {"nffn_activation_dropout_prob": 0.0},
+       ["args.activation_dropout is missing"]) for arch in ("mega_lm", "mega_lm_big", "mega_lm_enwik8_large")),
+    *((lambda kind=kind: only(mega_lm(**KINDS[kind]), *KEPT), (),
+       {"tie_word_embeddings": KINDS[kind].get("tied", False),
+        "tie_adaptive_projections": KINDS[kind].get("tied_proj", False)}, ["!warning"])
+      for kind in ("tied", "untied", "adaptive", "adaptive, untied", "adaptive input")),
+    # Weights are tied only if they have equal values and the args specify tying.
+    (lambda: mega_lm(tied=True, share_decoder_input_output_embed=False), (), {"tie_word_embeddings": False},
+     ["!warning"]),
+    (lambda: mega_lm(share_decoder_input_output_embed=True), (), {"tie_word_embeddings": False},
+     ["args.share_decoder_input_output_embed = True but the tensors have False"]),
+    (lambda: only(checkpoint(luna_seq2seq(**SINUSOIDAL)), "arch"), (), DEFAULTS | LUNA_DEFAULTS, ["!warning"]),
+    (lambda: only(checkpoint(mega_seq2seq()), "arch"), (), DEFAULTS | MEGA_DEFAULTS, ["!warning"]),
+    # Cutoffs in the args may end with the vocabulary size.
+    (lambda: mega_lm(**KINDS["adaptive"] | {"adaptive_input_cutoff": f"12, 20,{VOCABULARY}"}), (), {}, ["!warning"]),
+    (lambda: mega_lm(**KINDS["adaptive"] | {"adaptive_softmax_cutoff": "12,21"}), (),
+     {"adaptive_softmax_cutoffs": [12, 20]}, ["args.adaptive_softmax_cutoff = '12,21' but the tensors have '12,20'"]),
+    # Tensors take precedence over args.
+    (lambda: bert(encoder_ffn_embed_dim=99, max_positions=512, untie_luna_kv=True), (),
+     {"intermediate_size": 24, "max_position_embeddings": 20, "tie_key_value": True},
+     ["args.encoder_ffn_embed_dim = 99 but the tensors have 24: using the tensors"]),
+    (lambda: changed(mega(norm_type="rmsnorm"), norm_type="scalenorm", z_dim=7, encoder_hidden_dim=25,
+                     max_positions=40), (),
+     {"shared_representation_size": 6, "intermediate_size": 24, "max_positions": POSITIONS,
+          "normalization_type": "rmsnorm"}, ["args.z_dim = 7 but the tensors have 6: using the tensors"]),
+    (lambda: mega_image(input_size=384, nb_classes=7), (), {"image_size": 12, "num_labels": 5},
+     ["args.input_size = 384 but the tensors have 12: using the tensors"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VALUES, ids=lambda case: " ".join(map(str, (case[1], case[2], case[3])))[:70])
+def test_values(tmp_path, case):
+    build, option, fields, lines = case
+    state = build()
+    report = convert_checkpoint(save(state, tmp_path), tmp_path / "model", **dict([option] if option else []))
+    model = load(tmp_path / "model")
+    assert {name: getattr(model.config, name) for name in fields} == fields
+    printed = str(report).replace(str(tmp_path), "")
+    for line in lines:
+        assert (line.removeprefix("!") in printed) is not line.startswith("!"), printed
+    places = {"mapped": report.mapped, "dropped": report.dropped, "decisions": report.decisions}
+    counters = {name for name, x in model.state_dict().items() if name.endswith("num_batches_tracked") and x == 0}
+    arrived = {name: x for name, x in weights(tmp_path / "model").items() if name not in counters}
+    tensors = {key.replace("decoder.", "encoder.", 1): x for key, x in state["model"].items()}
+    check_arrived(tensors if "is today's" in printed else state["model"], arrived, places)
+
+
+@pytest.mark.parametrize("branch", ["main", "flash"])
+def test_branches(tmp_path, branch):
+    """The order of the tensors identifies the branch, since names and shapes are the same in both."""
+    weight, damping = {"main": ("delta", "alpha"), "flash": ("alpha", "delta")}[branch]
+    state = mega(branch=branch)
+    report = convert_checkpoint(save(state, tmp_path), tmp_path / "model")
+    average = load(tmp_path / "model").mega.layers[1].mega_layer.ema_gate
+    source = f"{BODY}.layers.1.mega_layer.move"
+    assert torch.equal(average.damping_factor, state["model"][f"{source}.{weight}"])
+    assert torch.equal(average.decay_factor, state["model"][f"{source}.{damping}"])
+    assert f"of the branch {branch}" in str(report)
+
+
+@pytest.mark.parametrize("order", ["sorted", "one layer", "reversed"])
+def test_order_of_neither_branch(tmp_path, order):
+    file = save(reordered(mega(), order), tmp_path)
+    with pytest.raises(ConversionError, match=f"{file}: .*pass --ema-convention main or --ema-convention flash"):
+        convert_checkpoint(file, None)
+
+
+def test_dropout_of_the_head(tmp_path):
+    """Dropout is applied before every layer of the head, with the dropout probability of the encoder."""
+    convert_checkpoint(save(mega(dropout=0.5, act_dropout=0.0), tmp_path), tmp_path / "model")
+    head, inputs = load(tmp_path / "model").classifier.train(), []
+    for linear in (head.dense, head.out_proj):
+        linear.register_forward_pre_hook(lambda module, args: inputs.append(args[0]))
+    head(torch.ones(100, 16))
+    assert set(inputs[0].unique().tolist()) == {0.0, 2.0}
+    assert all(0.4 < (states == 0).float().mean() < 0.6 for states in inputs)
+
+
+def test_every_head_folder_is_a_language_model(tmp_path):
+    state = bert(heads=[("a", 3)], task="sentence_prediction")
+    convert_checkpoint(save(state, tmp_path), tmp_path / "model")
+    masked = load(tmp_path / "model", LunaForMaskedLM).state_dict()
+    assert torch.equal(masked["lm_head.decoder.bias"], state["model"]["encoder.lm_head.bias"])
+
+
+@pytest.mark.parametrize("mean", [1.0, 0.65, 1.3, 0.0, 0.35, -0.3])
+def test_auto_decides_by_the_mean(mean):
+    decision = decide_layer_norm([torch.full((3,), mean - 0.01), torch.full((3,), mean + 0.01)], "auto")
+    assert decision.convention == ("standard" if mean > 0.5 else "plus-one") and decision.warning is None
+    assert decision.mean == pytest.approx(mean)
+    assert decide_layer_norm([torch.tensor([mean, float("nan"), mean])], "auto").convention == decision.convention
+
+
+@pytest.mark.parametrize("mean", [0.42, 0.5, 0.58, 1.5, -0.5, 40.0, float("nan")])
+def test_ambiguous_mean_raises_in_auto_mode(mean):
+    with pytest.raises(ConversionError, match="--layer-norm standard or --layer-norm plus-one"):
+        decide_layer_norm([torch.full((3,), mean)], "auto")
+
+
+@pytest.mark.parametrize(("choice", "other"), [("standard", 0.0), ("plus-one", 1.0)])
+def test_explicit_choice(choice, other):
+    contradicted = decide_layer_norm([torch.full((3,), other)], choice)
+    assert contradicted.convention == choice and "contradicts" in contradicted.warning
+    assert decide_layer_norm([torch.full((3,), 1 - other)], choice).warning is None
+    assert decide_layer_norm([torch.full((3,), 0.5)], choice).warning is None
+
+
+TABLE = (
+    Arg("dim", "width", read=lambda evidence: len(evidence.tensors["w"])),
+    Arg("activation_fn", "act", ACTIVATIONS, "relu"),
+    Arg("no_scale", "scaled", NOT, False),
+    Arg("drop", "rate", default=0.1),
+    Arg("drop", "other_rate"),
+)
+
+
+def evidence(**args):
+    return Evidence({"w": torch.zeros(8)}, args, "old", {"activation_fn": "relu", "no_scale": False, "drop": 0.1})
+
+
+def test_fields_of_the_arguments():
+    found = evidence(dim=8, activation_fn="gelu_accurate", no_scale=False, drop=0.5, data=".")
+    fields = {"width": 8, "act": "gelu_new", "scaled": True, "rate": 0.5, "other_rate": 0.5}
+    assert read_fields(TABLE, found) == fields and not found.warnings
+
+
+def test_defaults_and_tensors_that_win():
+    found = evidence(dim=9)
+    assert read_fields(TABLE, found) == {"width": 8, "act": "relu", "scaled": True, "rate": 0.1, "other_rate": 0.1}
+    assert found.warnings == ["args.dim = 9 but the tensors have 8: using the tensors"]
+
+
+@pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.facts.name)
+def test_every_argument_stands_once(found):
+    """Every argument has one row with a type per revision."""
+    for revision in found.facts.revisions:
+        rows = [row for row in found.table if row.revision in (None, revision)]
+        kinds = {(row.name, row.kind) for row in rows if row.name and row.kind is not None}
+        assert {name for name, _ in kinds} == {row.name for row in rows} - {""} and len(kinds) == len(dict(kinds))
+        assert {name for own in found.facts.architectures.values() for name in own} <= {row.name for row in found.table}
+
+
+@pytest.mark.parametrize("value", [1, True, numpy.int64(1)])
+def test_flags_of_genuine_files(value):
+    row = Arg("flag", "scaled", kind=flag)
+    assert typed_args((row,), {"flag": value, "other": "kept"}, "old") == {"flag": True, "other": "kept"}
+    assert typed_args((row,), {"flag": None}, "old") == {"flag": None}
+
+
+def test_signatures_are_disjoint():
+    signatures = [fmt.facts.stacks for fmt in registered_formats()]
+    assert len(set(signatures)) == len(signatures) and all(signatures)
+    assert find_format("luna_seq2seq").facts.stacks == {("luna", "encoder"), ("luna", "decoder")}
+
+
+def test_overlapping_formats_raise():
+    class Other(type(find_format("mega_lra"))):
+        facts = replace(find_format("mega_lra").facts, name="other")
+
+    with pytest.raises(ValueError, match="'other' has the same stacks as 'mega_lra'"):
+        register_format(Other())
+
+
+def test_a_tensor_that_repeats_one_number_equals_its_copy():
+    one, copy = torch.full((1,), float("nan")), torch.full((3, 2), float("nan"))
+    assert same_bits(one.expand(3, 2), copy) and not same_bits(one.expand(3, 2), torch.zeros(3, 2))
