@@ -7,18 +7,14 @@ from torch.utils._pytree import tree_leaves
 
 import luna_mega
 from luna_mega.kernels import _custom_operator, _export, api
-from tests.marks import diagonal, slow_but
+from tests.marks import diagonal
 from tests.modeling import decoders
 from tests.modeling.decoders import (
     DECODER_ONLY,
-    DECODERS,
     SOME,
     make,
     make_plain,
-    own_cache,
     padded,
-    source,
-    target,
 )
 
 pytestmark = pytest.mark.triton
@@ -123,49 +119,6 @@ def test_decoding_steps(decoder, on_meta):
     with OnlyOnDevice():
         model(tokens(2, 1), cache=cache)
     assert on_meta
-
-
-class NoEarlierNames(TorchDispatchMode):
-    """Fail if an operator reads a state under a name from before `store` overwrote its tensor."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.stores = {x.data_ptr(): 0 for layer in layers for x in layer.tensors.values()}
-        for layer in layers:
-            names = {name: self.watched(name) for name in layer.fields}
-            layer.__class__ = type("Watched", (type(layer),), {"__slots__": (), **names})
-
-    def watched(self, name):
-        """Return an attribute whose tensors have the number of stores so far."""
-
-        def get(layer):
-            if (state := vars(layer)[name]) is not None:
-                state = state.view_as(state)
-                state.stores = self.stores[state.data_ptr()]
-            return state
-
-        return property(get, lambda layer, state: vars(layer).update({name: state}))
-
-    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
-        for x in tree_leaves((arguments, options)):
-            if hasattr(x, "stores"):
-                assert x.stores == self.stores[x.data_ptr()], f"{operator} reads a state of before `store`"
-        if operator is torch.ops.aten.copy_.default and (address := arguments[0].data_ptr()) in self.stores:
-            self.stores[address] += 1
-        return operator(*arguments, **(options or {}))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", slow_but(SOME, DECODERS))
-def test_no_state_is_read_under_another_name_after_store(name):
-    """`store` overwrites the tensors of a static cache, so that another name for one has the next value."""
-    model, (ids, mask) = make(name), padded([7, 3], 7, "left")
-    inputs = source(model, 2)
-    cache = model(**inputs, **target(model, ids, mask), use_cache=True).cache
-    cache.make_static(20)
-    with NoEarlierNames(own_cache(cache).layers) as mode:
-        model(**inputs, **target(model, ids[:, :1]), cache=cache)
-    assert any(mode.stores.values())
 
 
 @pytest.mark.slow

@@ -19,7 +19,8 @@ import luna_mega
 import luna_mega_cli
 from luna_mega import LunaConfig, LunaForMaskedLM, LunaSeq2SeqConfig, MegaConfig, MegalodonConfig
 from luna_mega._register import CONFIGS
-from tests.modeling import classes, decoders, luna, mega, megalodon_decoders
+from tests.modeling import decoders, luna, mega, megalodon_decoders
+from tests.modeling.contract import FACTORIES
 from tests.modeling.decoders import TRANSLATING, make_plain, padded, source, target
 
 IMAGES = {"input_type": "patches", "image_size": 32, "patch_size": 8, "max_positions": 16}
@@ -297,7 +298,7 @@ def test_fields_that_determine_the_modules_cannot_be_changed(family, name):
 @pytest.mark.parametrize("name", ["mega decoder", "mega seq2seq", "megalodon decoder"])
 def test_a_changed_chunk(name, tmp_path):
     """It has the same effect in the model, in its encoder and decoder, and in the saved folder."""
-    model = classes.DECODERS[name]() if "decoder" in name else classes.SEQ2SEQ[name]()
+    model = FACTORIES[name]()
     inputs = dict.fromkeys(("input_ids", "decoder_input_ids")[: 1 + model.config.is_encoder_decoder], IDS)
     before = model(**inputs).logits
     model.config.update({"use_chunking": True, "chunk_size": 3})

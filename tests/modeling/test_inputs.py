@@ -18,10 +18,10 @@ from transformers import (
 )
 
 import luna_mega
-from tests.modeling import classes, decoders, luna, mega
+from tests.modeling import decoders, luna, mega
 from tests.modeling.contract import soil
 
-FAMILIES = classes.ENCODERS
+FAMILIES = {"luna": luna, "mega": mega}
 family = pytest.mark.parametrize("family", [luna, mega], ids=["luna", "mega"])
 ONE_SEQUENCE = [head for head in luna.HEADS if head != "ForSequencePairClassification"]
 

@@ -10,10 +10,11 @@ import torch
 from transformers import AutoConfig, AutoModel, DataCollatorForSeq2Seq
 
 import luna_mega
+from tests.modeling.contract import FACTORIES
 
-from . import classes, decoders, luna
+from . import decoders, luna
 
-CLASSES = classes.HEADS | classes.DECODERS | classes.SEQ2SEQ
+CLASSES = FACTORIES
 SMALL = 22  # the smallest vocabulary; tokens of the texts are from 9 to 21
 LENGTHS = [(9, "right"), (5, "right"), (6, "left")]
 LABELS = torch.tensor([[9, 12, 10, 2], [11, 2, -100, -100], [-100, 13, 14, 2]])

@@ -8,15 +8,16 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from tests.modeling.contract import FACTORIES
 from tests.modeling.samples import borders, make_inputs
 
-from . import classes, decoders, luna, mega, megalodon_decoders
+from . import decoders, luna, mega, megalodon_decoders
 from .decoders import a_third, make, weekly_but
 
 COMPILER = next(filter(shutil.which, ("g++", "c++", "clang++")), None)
 QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # C++ compilation dominates the run time
 CHUNKS, SIMPLE = mega.VARIANTS["laplace chunks"], mega.VARIANTS["relu2 simple post-norm"]
-CLASSES = {**classes.HEADS, **classes.DECODERS, **classes.SEQ2SEQ}
+CLASSES = FACTORIES
 MODELS = {
     "luna": lambda: luna.make("ForMaskedLM"),
     "luna, fixed P": lambda: luna.make("Model", dynamic_projection_length=False, position_embedding_type="sinusoidal"),
