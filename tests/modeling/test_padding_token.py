@@ -191,6 +191,11 @@ def test_targets_that_start_with_padding(family, tmp_path):
         torch.testing.assert_close(torch.cat(logits, 1)[:, kept], whole[:, kept])
         caches.append(whole[:, kept])
     torch.testing.assert_close(*caches)
+    # After the first call the token is padding again, and its label is not counted.
+    cache, later = other(**given, decoder_input_ids=steps[:, :1], use_cache=True).cache, steps[:, 2:]
+    labels = later, later.masked_fill(later == 1, -100)
+    inputs = [given | {"decoder_input_ids": later, "labels": x, "cache": copy.deepcopy(cache)} for x in labels]
+    torch.testing.assert_close(*(other(**x).loss for x in inputs))
 
 
 @pytest.mark.parametrize("family", decoders.TRANSLATING)
