@@ -177,6 +177,7 @@ def test_a_compiled_model_generates_the_same_tokens(name):
     assert counter.frame_count < 8  # must be fewer than the 12 steps, two of which end a chunk
 
 
+@pytest.mark.slow
 def test_programs_clear_empty_rows():
     model = luna.make("ForSequenceClassification", num_hidden_layers=1)
     program = torch.export.export(model, (), luna.tokens([3, 9]), strict=False).module()

@@ -102,7 +102,7 @@ class Operators(TorchDispatchMode):
         return own | {name for name in self.names if "scaled_dot_product" in name}
 
 
-@pytest.mark.parametrize("name", a_third(MODELS))
+@pytest.mark.parametrize("name", slow_but(FAKE, MODELS))
 def test_operators(name):
     model = MODELS[name]()
     inputs = inputs_of(model)
