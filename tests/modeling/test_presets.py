@@ -1,12 +1,9 @@
-"""Published models: parameter counts, and other sizes of the same presets; `surface.json` has their fields."""
+"""Published models: parameter counts, and fields that override a preset; `surface.json` has the fields of presets."""
 
 import pytest
 import torch
 
 import luna_mega
-from luna_mega import MegaConfig, MegaForCausalLM, MegaForConditionalGeneration
-
-from . import luna
 
 IMAGES = ("MegaForImageClassification", "image_base_patch16_224", ())
 # Class, preset, its vocabulary if it has one, fields, number of parameters (of the original: in millions).
@@ -84,35 +81,3 @@ def test_overrides_take_precedence(name, preset, vocabulary):
     if preset == "lra_retrieval":
         inputs["pair_input_ids"] = inputs["input_ids"]
     assert model(**inputs).logits.shape == (2, 3)
-
-
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "shared_representation_size": 6}
-BANDS = {"adaptive_input_cutoffs": [9], "adaptive_softmax_cutoffs": [9]}
-
-
-@pytest.mark.parametrize("preset, fields", [("lm_wikitext103", BANDS), ("lm_enwik8", {})])
-def test_language_models_of_another_size(preset, fields):
-    model = MegaForCausalLM(getattr(MegaConfig, preset)(40, chunk_size=4, **SIZES, **fields)).eval()
-    assert model(torch.randint(4, 40, (2, 11))).logits.shape == (2, 11, 40)
-
-
-def test_translation_of_another_size():
-    model = MegaForConditionalGeneration(MegaConfig.wmt_en_de(40, num_decoder_layers=2, **SIZES)).eval()
-    ids = torch.randint(4, 40, (2, 11))
-    assert model(ids, labels=ids).logits.shape == (2, 11, 40) and len(model.mega.decoder.layers) == 2
-
-
-LUNA_POSITIONS = {
-    "listops": 2001, "text": 4002, "retrieval": 4002, "image": 1024, "pathfinder": 1026, "pathfinder128": 16386,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("preset, positions", LUNA_POSITIONS.items())
-def test_lra_presets_of_luna(preset, positions):
-    assert getattr(luna_mega.LunaConfig, f"lra_{preset}")(20).max_position_embeddings == positions
-    fields = {"vocab_size": 20, "projection_length": 8, "max_position_embeddings": 32}
-    head = "ForSequencePairClassification" if preset == "retrieval" else "ForSequenceClassification"
-    model = make(f"Luna{head}", f"lra_{preset}", (), fields)
-    inputs = {name: value.clamp(max=19) for name, value in luna.head_inputs(head, [9, 4]).items()}
-    assert model(**inputs).logits.shape == (2, 10 if preset in ("listops", "image") else 2)
-    assert not model.config.tie_key_value and model.classifier.out_proj.bias is None
