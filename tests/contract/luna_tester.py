@@ -4,7 +4,7 @@ Disabled tests, and the reasons:
 
 * tests of a vocabulary, for the model of real values.
 * `test_bc_cache_name_forward`: it passes `use_cache=True` to encoders, which raise `ValueError`, and skips cache
-  classes that are not from transformers. `tests/modeling/test_cache_names.py` tests both names.
+  classes that are not from transformers. `tests/modeling/test_decoders.py` tests both names.
 
 transformers itself skips generation tests that need a GPU or a package, and tests of features that a Luna decoder does
 not declare: assisted decoding (`_is_stateful`), a static cache (`_can_compile_fullgraph`), 4D masks, other attention

@@ -8,14 +8,6 @@ from transformers.utils.logging import warning_once
 from luna_mega.modeling_common import generation, masks
 
 
-@pytest.fixture(params=["host", "device"])
-def place(request, monkeypatch):
-    """Run a test with masks on the host, whose values are read, and with masks on a device, whose values are not."""
-    if request.param == "device":
-        for module in ("layout", "padding_free", "arguments", "inputs", "masks"):
-            monkeypatch.setattr(f"luna_mega.modeling_common.{module}.can_look", lambda x: False)
-
-
 @pytest.fixture
 def messages():
     """Collect the messages about masks and generation; some are logged once."""

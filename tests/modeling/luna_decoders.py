@@ -26,6 +26,8 @@ WITH_ENCODER = {
     "every layer its P": {"contextual_projection": False},
 }
 SIZES = {
+    "hidden_size": 24,
+    "intermediate_size": 32,
     "position_embedding_type": "sinusoidal",
     "vocab_size": 30,
     "num_hidden_layers": 2,
@@ -39,11 +41,7 @@ def make(dtype=torch.float64, **fields):
     torch.manual_seed(0)
     both = fields.get("is_encoder_decoder")
     config = (LunaSeq2SeqConfig if both else LunaConfig)(
-        is_decoder=not both,
-        hidden_size=24,
-        intermediate_size=32,
-        num_attention_heads=4,
-        **{"max_position_embeddings": 40} | SIZES | fields,
+        **{"is_decoder": not both, "num_attention_heads": 4, "max_position_embeddings": 40} | SIZES | fields,
     )
     model = (LunaForConditionalGeneration if both else LunaForCausalLM)(config).to(dtype).eval()
     with torch.no_grad():

@@ -48,12 +48,12 @@ def make(dtype=torch.float64, **fields):
     torch.manual_seed(0)
     decoder_only = not fields.get("is_encoder_decoder")
     config = (MegaConfig if decoder_only else MegaSeq2SeqConfig)(
-        hidden_size=12,
-        intermediate_size=20,
-        shared_representation_size=8,
-        nffn_hidden_size=16,
-        initializer_range=0.3,
         **{
+            "hidden_size": 12,
+            "intermediate_size": 20,
+            "shared_representation_size": 8,
+            "nffn_hidden_size": 16,
+            "initializer_range": 0.3,
             "vocab_size": 30,
             "num_hidden_layers": 2,
             "ema_projection_size": 3,

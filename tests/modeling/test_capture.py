@@ -7,19 +7,14 @@ from torch.utils._pytree import tree_leaves
 
 import luna_mega
 from luna_mega.kernels import _custom_operator, _export, api
-from tests.marks import diagonal, slow_but
+from tests.marks import diagonal
 from tests.modeling import decoders
 from tests.modeling.decoders import (
     DECODER_ONLY,
-    DECODERS,
     SOME,
     make,
     make_plain,
-    own_cache,
     padded,
-    prompt,
-    source,
-    target,
 )
 
 pytestmark = pytest.mark.triton
@@ -126,68 +121,6 @@ def test_decoding_steps(decoder, on_meta):
     assert on_meta
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "name, side, steps",
-    [("mega: softmax", "left", 64), *((*pair, 12) for pair in diagonal(DECODER_ONLY, ["right", "left"]))],
-)
-def test_a_static_cache_gives_the_results_of_a_dynamic_one(name, side, steps):
-    """A static cache gives the results of a dynamic one for all steps and across chunks; its tensors are not moved."""
-    positions = {"luna": {"max_position_embeddings": 72}, "mega": {"max_positions": 72}}
-    model = make(name, num_hidden_layers=1, **positions.get(name.partition(":")[0], {}))
-    ids, mask = padded([7, 3] if side == "left" else [7, 7], 7, side)
-    dynamic, static = model(ids, attention_mask=mask, use_cache=True).cache, static_cache(model, ids, mask, 72)
-    addresses = [x.data_ptr() for layer in static.layers for x in layer.tensors.values()]
-    for token in torch.randint(3, 23, (steps, 2, 1), generator=torch.Generator().manual_seed(0)):
-        expected, actual = (model(token, cache=cache).logits for cache in (dynamic, static))
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    assert addresses == [x.data_ptr() for layer in static.layers for x in layer.tensors.values()]
-    assert static.get_seq_length() == dynamic.get_seq_length() == 7 + steps
-
-
-class NoEarlierNames(TorchDispatchMode):
-    """Fail if an operator reads a state under a name from before `store` overwrote its tensor."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.stores = {x.data_ptr(): 0 for layer in layers for x in layer.tensors.values()}
-        for layer in layers:
-            names = {name: self.watched(name) for name in layer.fields}
-            layer.__class__ = type("Watched", (type(layer),), {"__slots__": (), **names})
-
-    def watched(self, name):
-        """Return an attribute whose tensors have the number of stores so far."""
-
-        def get(layer):
-            if (state := vars(layer)[name]) is not None:
-                state = state.view_as(state)
-                state.stores = self.stores[state.data_ptr()]
-            return state
-
-        return property(get, lambda layer, state: vars(layer).update({name: state}))
-
-    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
-        for x in tree_leaves((arguments, options)):
-            if hasattr(x, "stores"):
-                assert x.stores == self.stores[x.data_ptr()], f"{operator} reads a state of before `store`"
-        if operator is torch.ops.aten.copy_.default and (address := arguments[0].data_ptr()) in self.stores:
-            self.stores[address] += 1
-        return operator(*arguments, **(options or {}))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", slow_but(SOME, DECODERS))
-def test_no_state_is_read_under_another_name_after_store(name):
-    """`store` overwrites the tensors of a static cache, so that another name for one has the next value."""
-    model, (ids, mask) = make(name), padded([7, 3], 7, "left")
-    inputs = source(model, 2)
-    cache = model(**inputs, **target(model, ids, mask), use_cache=True).cache
-    cache.make_static(20)
-    with NoEarlierNames(own_cache(cache).layers) as mode:
-        model(**inputs, **target(model, ids[:, :1]), cache=cache)
-    assert any(mode.stores.values())
-
-
 @pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", decoders.weekly_but(["mega: laplace chunks"], NAMES))
@@ -204,22 +137,6 @@ def test_compiled_steps(name):
         )
         torch.testing.assert_close(actual, expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", decoders.weekly_but(SOME, DECODERS))
-def test_generate_with_a_static_cache(name):
-    model, (ids, mask) = make(name, num_hidden_layers=1), padded([7, 3], 7, "left")
-    for options in ({"num_beams": 2, "max_cache_len": 33}, {"do_sample": True}):
-        options = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6, **options}
-        found = []
-        for kind in ("dynamic", "static"):
-            torch.manual_seed(0)
-            given = {name: value for name, value in options.items() if kind == "static" or name != "max_cache_len"}
-            given |= {"cache_implementation": kind, "return_dict_in_generate": True}
-            found.append(model.generate(**prompt(model, ids, mask), **given))
-        assert torch.equal(found[0].sequences, found[1].sequences)
-        assert [output["cache"].is_static for output in found] == [False, True]
 
 
 @torch.no_grad()

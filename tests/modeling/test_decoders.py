@@ -1,88 +1,47 @@
-"""Decoders of all families: cached segments match the complete sequence, for any split and padding."""
+"""Decoders of all families: a cache, however it is filled and changed, gives each text its logits."""
+
+import copy
+import random
 
 import pytest
 import torch
+from hypothesis import given
 from torch.nn.functional import cross_entropy
-from transformers import DynamicCache
-from transformers.cache_utils import EncoderDecoderCache
+from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
 from luna_mega.modeling_common.cache import new_cache
 from tests.marks import slow_but
-from tests.modeling.decoders import (
-    DECODERS,
-    FAMILIES,
-    PLAIN,
-    SOME,
-    make,
-    make_plain,
-    own_cache,
-    padded,
-    source,
-    tables,
-    target,
-    with_each,
-)
+from tests.modeling import contract, decoders, luna, mega
+from tests.modeling.contract import CLASSES, MEMBERS, Division
+from tests.modeling.decoders import DECODERS, FAMILIES, PLAIN, SOME, make, make_plain, own_cache, padded, source, target
+
+STEPS = (1,) * 14
+DIVISIONS = {  # padding exceeds the tables of positions, which are as long as the longest text
+    "steps": Division((1,) * 20, changes={4: "reorder", 9: "copy", 15: "drop"}),
+    "calls": Division((6, 1, 1, 12), changes={2: "repeat", 3: "select"}, eager=True),
+    "two": Division((19, 1), changes={1: "crop"}, device=True),
+    "equal": Division((4,) * 5, changes={2: "pickle", 4: "reorder"}),
+    "static": Division((6, *STEPS), static=1, changes={2: "reorder", 5: "copy", 8: "drop", 11: "pickle"}),
+    "late": Division((1, 3, 2, *STEPS), static=4, eager=True, device=True),
+    "no padding": Division((5, 15), (20, 20)),
+}
+SIDES = ["left", "right", "gaps", "middle"]
 
 
-@pytest.fixture(params=SOME)
-def model(request):
-    return make(request.param)
+@pytest.mark.parametrize("name, division, side", decoders.with_each(DECODERS, DIVISIONS, SIDES))
+def test_cached_is_uncached(name, division, side):
+    member, division = MEMBERS[name], DIVISIONS[division]._replace(side=side)
+    contract.check_division(member.make(**member.tables(max(division.lengths))), division)
 
 
-TOTAL, LONGEST = 20, 17
-CUTS = [(1,) * TOTAL, (6, 1, 1, 12), (5, 15), (4,) * 5, (19, 1), (1, 19)]
-SIDES = ["none", "left", "right", "middle", "gaps"]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "name, cuts, side, place, attention",
-    with_each(DECODERS, CUTS, SIDES, ["host", "device"], ["sdpa", "sdpa", "eager"]),
-    indirect=["place"],
-)
-def test_cached_is_uncached(name, cuts, side, place, attention):
-    """Padding may exceed the tables of positions, and rows of padding have no effect."""
-    lengths = [TOTAL] * 2 if side == "none" else [LONGEST, 9, 3, 12, 0]
-    model = make(name, **tables(name, lengths[0]))
-    ids, mask = padded(lengths, TOTAL, side)
-    given = source(model, len(ids), "left" if side == "right" else "right")
-    expected = model(**given, **target(model, ids, mask), use_cache=False)
-    assert expected.cache is None
-    model.set_attn_implementation(attention)
-    past, start, logits = None, 0, []
-    for index, length in enumerate(cuts):
-        end = start + length
-        # Pass the mask of the segment, or of all positions so far as in `generate`. The cache contains the source
-        # states.
-        segment = target(model, ids[:, start:end], mask[:, start:end] if index % 2 else mask[:, :end])
-        output = model(**given if index % 3 == 0 else {}, **segment, cache=past, use_cache=True)
-        past, start = output.cache, end
-        logits.append(output.logits)
-    assert past.get_seq_length() == TOTAL
-    torch.testing.assert_close(torch.cat(logits, 1)[mask.bool()], expected.logits[mask.bool()], atol=1e-9, rtol=1e-7)
+@given(contract.language_models(), contract.divisions())
+def test_random_decoders(member, division):
+    contract.check_division(member.make(), division)
 
 
 @pytest.mark.parametrize("name", slow_but(SOME, DECODERS))
 def test_gradients_flow_through_the_cache(name):
-    """Backpropagation through segments matches the gradients of the complete sequence, including the encoder."""
-    model = make(name)
-    ids, mask = padded([13, 8], 13, "middle")
-    given = source(model, 2, "left")
-    model(**given, **target(model, ids, mask), use_cache=False).logits[mask.bool()].sin().sum().backward()
-    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
-    past, logits = new_cache(model), []
-    for index, (a, b) in enumerate(((0, 6), (6, 7), (7, 13))):
-        segment = target(model, ids[:, a:b], mask[:, a:b], cache=past, use_cache=True)
-        logits.append(model(**{} if index else given, **segment).logits)
-    torch.cat(logits, 1)[mask.bool()].sin().sum().backward()
-    unused = [name for name, gradient in expected.items() if gradient is None]
-    assert all("packed_layer_norm" in name for name in unused)
-    relu2 = getattr(model.config, "attention_activation", None) == "relu2"  # scores below 0 have no gradient
-    single_key = getattr(model.config, "chunk_size", None) == 1  # the score of a single key has no gradient
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], msg=lambda text, name=name: f"{name}: {text}")
-        assert name in unused or parameter.grad.abs().max() > 0 or relu2 or single_key, name
+    contract.check_gradients(MEMBERS[name].make(), Division((6, 1, 6), (13, 8), "middle"))
 
 
 def test_detached_cache_stops_gradients():
@@ -93,6 +52,18 @@ def test_detached_cache_stops_gradients():
         past.detach()
         model(inputs_embeds=embeddings[:, 4:], cache=past).logits.sum().backward()
         assert not embeddings.grad[:, :4].any() and embeddings.grad[:, 4:].all()
+
+
+def test_tensors_saved_by_autograd_are_not_overwritten():
+    model, ids = make("mega: laplace chunks"), torch.randint(3, 30, (2, 8))
+    output = model(ids, use_cache=True)
+    with torch.no_grad():
+        model(ids[:, :1], cache=output.cache)
+    output.logits.sum().backward()
+    given = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    model(ids, use_cache=False).logits.sum().backward()
+    torch.testing.assert_close(given, [parameter.grad for parameter in model.parameters()])
 
 
 def addresses(past):
@@ -108,8 +79,8 @@ def addresses(past):
 def test_constant_memory(name):
     model, sizes = make(name), []
     past = new_cache(model)
+    ids = padded([7, 7], 7, "none")[0]
     for _ in range(4):
-        ids = padded([7, 7], 7, "none")[0]
         model(**source(model, 2), **target(model, ids), cache=past, use_cache=True)
         sizes.append((own_cache(past).nbytes, past.nbytes))
     assert sizes[0] == sizes[-1] and past.get_seq_length() == 28
@@ -124,93 +95,139 @@ def test_constant_memory(name):
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["luna: pre-norm", "mega seq2seq: softmax"])
 def test_logits_to_keep(name):
-    model = make(name)
-    ids, mask = padded([7, 3], 7, "left")
+    model, (ids, mask) = make(name), padded([7, 3], 7, "left")
     inputs = source(model, 2) | target(model, ids, mask)
     complete = model(**inputs).logits
-    for keep, kept in (
-        (0, complete),
-        (1, complete[:, 6:]),
-        (3, complete[:, 4:]),
-        (torch.tensor([5, 0]), complete[:, [5, 0]]),
-    ):
-        torch.testing.assert_close(model(**inputs, logits_to_keep=keep).logits, kept)
+    kept = {0: complete, 1: complete[:, 6:], 3: complete[:, 4:], torch.tensor([5, 0]): complete[:, [5, 0]]}
+    for keep, logits in kept.items():
+        torch.testing.assert_close(model(**inputs, logits_to_keep=keep).logits, logits)
     shift = 0 if model.config.is_encoder_decoder else 1
     loss = model(**inputs, labels=ids[:, 4:], logits_to_keep=3).loss
     expected = cross_entropy(complete[:, 4 : 7 - shift].flatten(0, 1), ids[:, 4 + shift :].flatten())
     torch.testing.assert_close(loss, expected, check_dtype=False)
-    with pytest.raises(ValueError, match=r"`labels` must have the shape \[2, 3\] .* got \[2, 7\]"):
-        model(**inputs, labels=ids, logits_to_keep=3)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shift_labels(family):
-    model = make_plain(family)
-    ids, mask = padded([7, 3], 7, "left")
+    model, (ids, mask) = make_plain(family), padded([7, 3], 7, "left")
     shifted = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], 1)
     loss = model(ids, mask, labels=ids).loss
     for labels in ({}, {"labels": ids}):
         torch.testing.assert_close(model(ids, mask, shift_labels=shifted, **labels).loss, loss)
     one = torch.tensor(1)
     torch.testing.assert_close(model(ids, mask, labels=ids, num_items_in_batch=one).loss, 8 * loss)
-    with pytest.raises(ValueError, match=r"`shift_labels` must have the shape \[2, 7\] .* got \[2, 6\]"):
-        model(ids, mask, shift_labels=shifted[:, 1:])
 
 
 @torch.no_grad()
-def test_cache_operations(model):
-    ids, mask = padded([6, 4, 5], 6, "left")
-    given = source(model, 3, "left")
-    past = model(**given, **target(model, ids, mask), use_cache=True).cache
-    order = torch.tensor([2, 0, 0])
-    past.reorder_cache(order)
-    next_ids = torch.tensor([[4], [9], [4]])
-    ids, mask = torch.cat([ids[order], next_ids], 1), torch.cat([mask[order], torch.ones(3, 1).long()], 1)
-    complete = {name: value[order] for name, value in given.items()} | target(model, ids, mask)
-    expected = model(**complete).logits
-    # No source is passed, because the cache contains its states.
-    output = model(**target(model, next_ids), cache=past, use_cache=True)
-    torch.testing.assert_close(output.logits[:, -1], expected[:, -1])
-    past.batch_repeat_interleave(2)
-    past.batch_select_indices(torch.tensor([0, 3, 4, 5]))
-    caches = [own_cache(past), *([past.cross_attention_cache] if given else [])]
-    assert [layer.batch_size for cache in caches for layer in cache.layers] == [4] * sum(map(len, caches))
-    past.crop(past.get_seq_length())
-    with pytest.raises(ValueError, match="cannot be cropped from 7 to 3"):
-        past.crop(3)
-    past.reset()
-    assert past.get_seq_length() == 0 and not any(layer.tensors for cache in caches for layer in cache.layers)
-    assert {layer.batch_size for cache in caches for layer in cache.layers} == {None}
-    torch.testing.assert_close(model(**complete, cache=past).logits, expected)
-
-
 @pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
-def test_use_cache_defaults_to_the_configuration(family, with_encoder):
-    """`use_cache` follows changes of the configuration of an existing model; its default is False in training."""
-    model = make_plain(family, is_encoder_decoder=with_encoder)
+def test_defaults_names_and_methods_of_a_cache(family, with_encoder):
+    """`use_cache` follows the configuration, except in training; `cache` is also called `past_key_values`."""
+    model, deeper = (make_plain(family, is_encoder_decoder=with_encoder, num_hidden_layers=count) for count in (1, 2))
     inputs = source(model, 2) | target(model, padded([5, 5], 5, "none")[0])
-    assert type(model(**inputs).cache) is type(new_cache(model))
-    assert model.train()(**inputs).cache is None
+    step = source(model, 2) | target(model, torch.tensor([[4], [5]]))
+    for part in (model, model.base_model):
+        output = part(**inputs)
+        cache = output.cache
+        assert type(cache) is type(new_cache(model)) and output["past_key_values"] is output.past_key_values is cache
+        results = [part(**step, **{name: copy.deepcopy(cache)})[0] for name in ("cache", "past_key_values")]
+        assert torch.equal(*results)
+        for name in ("cache", "past_key_values"):
+            given = model.prepare_inputs_for_generation(torch.full((2, 6), 5), next_sequence_length=1, **{name: cache})
+            assert given["cache"] is cache and "past_key_values" not in given
+    assert part.train()(**inputs).cache is None
     model.config.use_cache = False
     assert model.eval()(**inputs).cache is None
     assert model(**inputs, use_cache=True).cache is not None
+    with pytest.raises(ValueError, match="does not fit this model and batch|another source, of another batch or model"):
+        deeper(**inputs, cache=cache)
+    cache.batch_repeat_interleave(2)
+    parts = [own_cache(cache), *([cache.cross_attention_cache] if with_encoder else [])]
+    assert {layer.batch_size for part in parts for layer in part.layers} == {4}
+    cache.reset()
+    assert cache.get_seq_length() == 0 and not any(layer.tensors for part in parts for layer in part.layers)
+    assert {layer.batch_size for part in parts for layer in part.layers} == {None}
+    torch.testing.assert_close(model(**inputs, cache=cache).logits, model(**inputs).logits)
+
+
+@pytest.mark.parametrize("family", [luna, mega])
+def test_classes_without_a_cache(family):
+    with torch.no_grad():
+        cache = make_plain(family.__name__.split(".")[-1])(torch.full((2, 4), 5)).cache
+    for head in ("Model", "ForMaskedLM", "ForSequenceClassification"):
+        with pytest.raises(ValueError, match="require a decoder"):
+            family.make(head)(torch.full((2, 1), 5), cache=cache)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
-def test_incompatible_caches_raise(family, with_encoder):
-    """Caches of a deeper model or of another class raise an error; `test_guards.py` checks the other errors."""
-    model, deeper = (make_plain(family, is_encoder_decoder=with_encoder, num_hidden_layers=count) for count in (1, 2))
-    inputs = source(model, 2) | target(model, torch.randint(3, 23, (2, 5)))
-    past = model(**inputs, use_cache=True).cache
-    with pytest.raises(ValueError, match="does not fit this model and batch|another source, of another batch or model"):
-        deeper(**inputs, cache=past)
-    others = [((),)]
-    if not with_encoder:
-        others.append(EncoderDecoderCache(DynamicCache(), DynamicCache()))
-    else:  # a decoder accepts an empty cache of transformers: `EncoderDecoderModel.generate` creates it
-        others += [past.self_attention_cache, EncoderDecoderCache(past.self_attention_cache, DynamicCache())]
-    for other in others:
-        with pytest.raises(ValueError, match=f"must be a {type(past).__name__}, got a {type(other).__name__}"):
-            model(**inputs, cache=other)
+def test_a_row_without_new_tokens_continues():
+    """It is not empty: other rows keep their results, and its cache continues."""
+    model, (ids, mask) = make_plain("luna"), padded([6, 6], 6, "right")
+    mask[1, 4:] = 0
+    cache = model(ids[:, :4], mask[:, :4], use_cache=True).cache
+    later = model(ids[:, 4:], mask, cache=cache, use_cache=True).logits
+    torch.testing.assert_close(later[0], model(ids, use_cache=False).logits[0, 4:])
+
+
+def optimize(model, rng, loss):
+    kind = rng.choice([torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad])
+    loss.backward()
+    kind(model.parameters(), 0.05, fused=True).step()
+
+
+def write_data(model, rng, loss):
+    for weight in model.parameters():
+        weight.data.mul_(rng.choice([0.7, 1.3]))
+
+
+def replace_storage(model, rng, loss):
+    vector_to_parameters(0.8 * parameters_to_vector(model.parameters()), model.parameters())
+
+
+def load(model, rng, loss):
+    model.load_state_dict({name: 0.8 * x for name, x in model.state_dict().items()}, assign=rng.random() < 0.5)
+
+
+def prune_averages(model, rng, loss):
+    for module in model.modules():
+        for name in ("kernel_projection_matrix", "gamma", "alpha"):
+            if isinstance(getattr(module, name, None), torch.Tensor) and name in module._parameters:
+                prune.random_unstructured(module, name, amount=0.5)
+
+
+CHANGES = [optimize, write_data, replace_storage, load, prune_averages]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in CLASSES if "mega" in name and CLASSES[name].head in contract.DECODERS]
+)
+def test_a_cache_continues_with_the_current_weights(name):
+    """Dynamic evaluation: steps, each after a change of the weights."""
+    rng, model = random.Random(name), CLASSES[name].make(torch.float32)
+    ids, mask = padded([5, 3], 5, "left")
+    inputs = source(model, 2) | target(model, ids, mask, use_cache=True)
+    with torch.no_grad():
+        past = model(**inputs).cache
+    for change in rng.sample(CHANGES, k=5):
+        step = source(model, 2) | target(model, torch.randint(3, 23, (2, 1)))
+        with torch.no_grad():
+            model(**step, cache=past)
+            new = copy.deepcopy(past)
+        change(model, rng, model(**inputs | {"use_cache": False}).logits.square().mean())
+        with torch.no_grad():
+            results = [model(**step, cache=cache).logits for cache in (past, new)]
+        torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_a_function_that_generates_may_change_weights():
+    model, ids = make("mega: softmax", dtype=torch.float32), torch.randint(3, 23, (2, 4))
+
+    def loop(model, input_ids, logits_processor, stopping_criteria, generation_config, cache=None, **given):
+        model(input_ids, cache=cache)
+        for _ in range(3):
+            new, step = copy.deepcopy(cache), torch.randint(3, 23, (2, 1))
+            torch.testing.assert_close(model(step, cache=cache).logits, model(step, cache=new).logits, rtol=0, atol=0)
+            write_data(model, random.Random(0), None)
+        return input_ids
+
+    model.generate(ids, custom_generate=loop, max_new_tokens=3)

@@ -1,4 +1,4 @@
-"""Features of transformers with the encoders: compiling, checkpointing, saving, training, dropout."""
+"""Features of transformers with the encoders: recorded states, compiling, checkpointing, saving, resizing."""
 
 import pytest
 import torch
@@ -7,8 +7,6 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
 )
-
-from luna_mega.modeling_mega.modeling_mega import MegaDropout
 
 from . import luna, mega
 from .decoders import a_third
@@ -38,7 +36,7 @@ def state(model):
 
 @pytest.mark.parametrize("family, variant", a_third(VARIANTS))
 def test_recorded_states(family, variant):
-    """Recorded states have their shapes; `test_losses_of_rows.py` compares results with and without them."""
+    """Recorded states have their shapes; `test_contract.py` compares results with and without them."""
     model = make(family, "ForMaskedLM", variant)
     recorded = model(**tokens([21, 5]), output_hidden_states=True, output_attentions=True)
     assert [x.shape for x in recorded.hidden_states] == [(2, 21, 24)] * 3
@@ -139,82 +137,3 @@ def test_masked_lm_weights(tmp_path, family, names, tied):
     loaded.resize_token_embeddings(50)
     assert loaded(**inputs).logits.shape == (2, 9, 50) and loaded.config.vocab_size == 50
     torch.testing.assert_close(loaded(**inputs).logits[..., :40], model(**inputs).logits)
-
-
-def initialized(family, **fields):
-    """Return the configuration and the tensors of a model that is initialized from the meta device."""
-    config = FAMILIES[family].tiny_config(**fields)
-    model = FAMILIES[family].HEADS["ForSequenceClassification"].from_pretrained(None, config=config, state_dict={})
-    tensors = model.state_dict()
-    assert all(not tensor.is_meta and torch.isfinite(tensor).all() for tensor in tensors.values())
-    return config, tensors
-
-
-@pytest.mark.parametrize("fields", [*luna.VARIANTS.values(), luna.VALUES])
-def test_every_parameter_of_luna_is_initialized(fields):
-    config, tensors = initialized("luna", pooling="packed_attention", **fields)
-    for name, parameter in tensors.items():
-        norm = "layer_norm.weight" in name
-        scaled = config.scale_embedding and ("word_embeddings" in name or "packed_embeddings" in name)
-        deviation = config.hidden_size**-0.5 if scaled else 0.02
-        assert norm or parameter.abs().max() < 7 * deviation, name
-        if name.endswith("bias"):
-            assert (parameter == 0).all(), name
-        elif not norm:
-            assert 0.5 * deviation < parameter.std() < 1.5 * deviation, name
-
-
-@pytest.mark.parametrize("fields", [*mega.VARIANTS.values(), mega.VALUES])
-def test_every_parameter_of_mega_is_initialized(fields):
-    for name, tensor in initialized("mega", add_token_type_embeddings=True, **fields)[1].items():
-        assert tensor.abs().max() < 10, name
-        if name.endswith("ema_expansion_matrix"):
-            assert (tensor[:, ::2] > 0).all() and (tensor[:, 1::2] < 0).all()
-
-
-def test_layerdrop():
-    model = make("luna", "Model", layerdrop=0.9, num_hidden_layers=8, **luna.NO_DROPOUT)
-    inputs = tokens([9])
-    assert torch.equal(*(model(**inputs).last_hidden_state for _ in range(2)))
-    model.train()
-    torch.manual_seed(0)
-    lengths = {len(model(**inputs, output_hidden_states=True).packed_hidden_states) for _ in range(20)}
-    assert min(lengths) < 4 and max(lengths) < 9
-
-
-def test_feature_dropout_drops_channels():
-    dropout = MegaDropout(0.5, features=True).train()
-    dropped = dropout(torch.ones(3, 7, 50))
-    assert ((dropped == 0).all(dim=1) | (dropped == 2).all(dim=1)).all()
-    assert 0.3 < (dropped == 0).float().mean() < 0.7
-    assert torch.equal(dropout.eval()(torch.ones(3, 7, 50)), torch.ones(3, 7, 50))
-
-
-@pytest.mark.parametrize("features", [False, True])
-def test_places_of_dropout(features):
-    """Every dropout of the configuration is active only in training and differs between two equal sequences."""
-    inputs = {name: value.expand(2, -1) for name, value in tokens([9]).items()}
-    fields = {"use_feature_dropout": features, "use_chunking": True, "chunk_size": 4}
-    for field in mega.NO_DROPOUT:
-        model = make("mega", "Model", **mega.NO_DROPOUT | {field: 0.5} | fields)
-        first, second = model(**inputs).last_hidden_state
-        torch.testing.assert_close(first, second)
-        dropped, other = model.train()(**inputs).last_hidden_state
-        assert not torch.allclose(dropped, other) and not torch.allclose(dropped, first), field
-    model = make("mega", "ForTokenClassification", **mega.NO_DROPOUT, classifier_dropout=0.5)
-    expected = model(**inputs).logits
-    assert torch.equal(model(**inputs).logits, expected)
-    assert not torch.allclose(model.train()(**inputs).logits, expected)
-
-
-def test_evaluation_does_not_use_old_weights():
-    """Evaluation uses new weights; the original code keeps the old kernel of the moving average."""
-    model, inputs = make("mega", "Model"), tokens([21])
-    model(**inputs).last_hidden_state.sum().backward()
-    changed = {name: 0.5 * value for name, value in model.state_dict().items()}
-    fresh = mega.HEADS["Model"](model.config).eval()
-    for each in (model, fresh):
-        each.load_state_dict(changed)
-    output = model(**inputs).last_hidden_state
-    torch.testing.assert_close(output, fresh(**inputs).last_hidden_state)
-    output.sum().backward()

@@ -1,10 +1,24 @@
-"""`generate` with decoders of all families: with and without a cache, from any prompt, and its errors."""
+"""`generate` with decoders of all families: with and without a cache, from any prompt, and its options."""
+
+import copy
+import re
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments, pipeline
+from transformers import (
+    BertConfig,
+    BertModel,
+    CompileConfig,
+    EncoderDecoderModel,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+from transformers.utils import ModelOutput
 
 from tests.marks import diagonal
+from tests.modeling import decoders, luna, mega
+from tests.modeling.contract import CLASSES
 from tests.modeling.decoders import (
     DECODER_ONLY,
     DECODERS,
@@ -14,9 +28,11 @@ from tests.modeling.decoders import (
     WITH_ENCODER,
     make,
     make_plain,
+    own_cache,
     padded,
     prompt,
     source,
+    target,
     with_each,
 )
 
@@ -196,3 +212,212 @@ def test_text_generation_pipeline(family, tokenizer):
     separate = [generator(text, **options)[0]["generated_text"] for text in prompts]
     assert all(text.strip() for text in separate) and len(set(separate)) > 1
     assert [outputs[0]["generated_text"] for outputs in generator(prompts, batch_size=3, **options)] == separate
+
+
+ASSISTED = "assisted generation is not supported with stateful models"
+FETCHED = "requires `trust_remote_code=True`"
+OWN = "has its own cache; omit the argument, or pass cache_implementation='static'"
+UNSUPPORTED = [  # options, and the error
+    ({"prompt_lookup_num_tokens": 2}, ASSISTED),
+    ({"use_mtp": True}, ASSISTED),
+    ({"cache_implementation": "quantized"}, OWN),
+    ({"cache_config": {"nbits": 4}}, OWN),
+    ({"max_cache_len": 40}, "max_cache_len=40 requires cache_implementation='static'"),
+    ({"cache_implementation": "static", "use_cache": False}, "requires use_cache=True"),
+    ({"compile_config": CompileConfig()}, "`compile_config` is not supported"),
+    ({"cache_implementation": "paged"}, "continuous batching"),
+    ({"is_assistant": True}, "cannot be an assistant model"),
+    ({"penalty_alpha": 0.5, "top_k": 4}, FETCHED),
+    ({"dola_layers": "high"}, FETCHED),
+    ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}, FETCHED),
+    ({"num_beams": 3, "force_words_ids": [[5]]}, FETCHED),
+]
+ALONE = "is not supported by encoder-decoders; omit the argument"
+DECODER_ONLY_OPTIONS = {"guidance_scale": 1.5, "prefill_chunk_size": 3, "token_healing": True}
+
+
+@pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
+def test_unsupported_options_raise(family, with_encoder):
+    model = make_plain(family, is_encoder_decoder=with_encoder)
+    inputs = prompt(model, *padded([7, 3], 7, "left"))
+    rows = [*UNSUPPORTED, ({"assistant_model": model}, ASSISTED)]
+    rows += [({name: value}, ALONE) for name, value in DECODER_ONLY_OPTIONS.items() if with_encoder]
+    rows += [] if with_encoder else [({"guidance_scale": 1.5, "num_beams": 2}, "not supported with num_beams=2")]
+    for options, reason in rows:
+        with pytest.raises((ValueError, NotImplementedError), match=re.escape(reason)) as error:
+            model.generate(**inputs, max_new_tokens=5, **options)
+        assert "\n" not in str(error.value).strip()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
+def test_options_that_this_package_handles(family, with_encoder):
+    """Logits of steps, a static cache, an own loop with stop strings, guidance, and beams that end with a text."""
+    model = make_plain(family, is_encoder_decoder=with_encoder)
+    inputs = prompt(model, *padded([7, 3], 7, "left"))
+    settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
+    plain = model.generate(**inputs, **settings, output_logits=True)
+    steps = torch.stack(plain.logits, 1)
+    if not with_encoder:
+        mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(2, 5)], 1)
+        complete = model(plain.sequences, mask, use_cache=False).logits[:, -6:-1]
+        guided = model.generate(**inputs, **settings, guidance_scale=1.5, output_scores=True, output_logits=True)
+        bare = torch.cat([inputs["input_ids"][:, -1:], guided.sequences[:, -5:-1]], 1)
+        without = model(bare, torch.ones_like(bare)).logits.log_softmax(-1)
+        with_prompt = torch.stack(guided.logits, 1).log_softmax(-1)
+        expected = (1.5 * (with_prompt - without) + without).float()
+        torch.testing.assert_close(torch.stack(guided.scores, 1).float(), expected, atol=1e-5, rtol=1e-5)
+    else:
+        complete = model(**inputs, decoder_input_ids=plain.sequences, use_cache=False).logits[:, :-1]
+    torch.testing.assert_close(steps, complete.to(steps.dtype), atol=1e-5, rtol=1e-5)
+
+    def step(model, input_ids, logits_processor, stopping_criteria, generation_config, **given):
+        inputs = model.prepare_inputs_for_generation(input_ids, **given)
+        return torch.cat([input_ids, model(**inputs).logits[:, -1:].argmax(-1)], 1)
+
+    one = model.generate(**inputs, max_new_tokens=5, eos_token_id=None, do_sample=False, custom_generate=step)
+    assert torch.equal(one, plain.sequences[:, : one.shape[1]])
+    assert not own_cache(plain["cache"]).is_static
+    for options in ({}, {"max_cache_len": 40}):
+        static = model.generate(**inputs, **settings, cache_implementation="static", **options)
+        assert torch.equal(static.sequences, plain.sequences) and static["cache"].is_static
+    ends = [
+        model.generate(
+            **inputs, num_beams=3, early_stopping=True, eos_token_id=[*range(20)], use_cache=use, max_new_tokens=5
+        )
+        for use in (True, False)
+    ]
+    assert torch.equal(*ends)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
+def test_names_of_the_cache(family, with_encoder):
+    """`generate` accepts and returns the cache under either name, also in training mode with checkpoints."""
+    model = make_plain(family, is_encoder_decoder=with_encoder)
+    ids, mask = padded([7, 7], 7, "right")
+    options = {"max_new_tokens": 3, "min_new_tokens": 3, "return_dict_in_generate": True, "do_sample": False}
+    first = model.generate(**prompt(model, ids, mask), **options)
+    assert isinstance(first, ModelOutput) and first.cache is first.past_key_values is first["cache"]
+    results = []
+    for name in ("cache", "past_key_values"):
+        given = {**source(model, 2), **target(model, first.sequences, torch.ones_like(first.sequences))}
+        results.append(model.generate(**given, **{name: copy.deepcopy(first.cache)}, **options))
+        assert own_cache(results[-1].cache).get_seq_length() == first.sequences.shape[1] + 2
+    assert torch.equal(*(result.sequences for result in results))
+    model.gradient_checkpointing_enable()
+    assert model.train().generate(**prompt(model, ids, mask), max_new_tokens=3).shape[0] == 2
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["luna: softplus", "mega: laplace chunks", "megalodon: heads"])
+def test_generate_continues_a_batch_of_turns(name):
+    """A second, left-padded turn after a cache has the same result for each row as its unpadded tokens."""
+    model = decoders.make(name)
+    turns = [[[5, 6, 7, 8, 9], [10, 11]], [[12, 13], [14, 15, 16, 17, 18, 19]]]
+    ids = torch.tensor([[0, 0, 0, 5, 6, 7, 8, 9, 0, 0, 0, 0, 10, 11], [0] * 6 + [12, 13, 14, 15, 16, 17, 18, 19]])
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1], [0] * 6 + [1] * 8])
+    past = model(ids[:, :8], attention_mask=mask[:, :8], use_cache=True).cache
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    together = model.generate(ids, attention_mask=mask, cache=past, **options)[:, ids.shape[1] :]
+    for row, (first, second) in enumerate(turns):
+        prompt = torch.tensor([first + second])
+        separate = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[:, prompt.shape[1] :]
+        assert together[row].tolist() == separate[0].tolist()
+
+
+IDS = torch.tensor([[2, 5, 6, 7, 8], [2, 8, 7, 6, 5]])
+BERT = {"vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 32}
+ENCODERS = {
+    "bert": lambda: luna.enlarged(BertModel, BertConfig(**BERT, num_attention_heads=2)),
+    "luna": lambda: luna.make("Model"),
+    "mega": lambda: mega.make("Model"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("encoder", ENCODERS)
+def test_decoder_of_an_encoder_decoder_model(encoder, tmp_path):
+    """`generate` of transformers' `EncoderDecoderModel` has the same results with a cache and without."""
+    decoder = decoders.make_plain("mega", add_cross_attention=True).float()
+    assert "linear_attention" in decoder.config.layer_types[0]  # for Accelerate
+    model = EncoderDecoderModel(encoder=ENCODERS[encoder](), decoder=decoder).eval()
+    source, mask = luna.tokens([7, 4]).values()
+    options = {"decoder_start_token_id": 2, "pad_token_id": 1, "do_sample": False, "max_new_tokens": 4}
+    for more in ({}, {"num_beams": 2, "num_return_sequences": 2}):
+        inputs = {"inputs": source, "attention_mask": mask, "eos_token_id": None} | options | more
+        texts = [model.generate(**inputs, use_cache=use_cache) for use_cache in (True, False)]
+        assert torch.equal(*texts)
+        assert not torch.equal(texts[0], model.generate(**inputs | {"inputs": source.flip(1)}))
+    with pytest.raises(ValueError, match="`cache` must be a MegaSeq2SeqCache, got a EncoderDecoderCache"):
+        model.generate(source, **options, cache_implementation="static")
+    model.save_pretrained(tmp_path)
+    assert torch.equal(EncoderDecoderModel.from_pretrained(tmp_path).generate(**inputs), texts[0])
+
+
+def test_decoder_of_an_encoder_decoder_model_without_cross_attention():
+    decoder = decoders.make_plain("mega").float()
+    model = EncoderDecoderModel(encoder=ENCODERS["bert"](), decoder=decoder)
+    with pytest.raises(ValueError, match="`config.add_cross_attention` has been changed to True"):
+        model.generate(IDS, decoder_start_token_id=2)
+    with pytest.raises(ValueError, match="use LunaForConditionalGeneration"):
+        decoders.make_plain("luna", add_cross_attention=True)
+
+
+LANGUAGE_MODELS = [name for name in CLASSES if name.endswith(("decoder", "seq2seq"))]
+
+
+def filled(model, ids):
+    """Return a cache that contains `ids`."""
+    return model(**source(model, len(ids)), **target(model, ids), use_cache=True).cache
+
+
+def generate(model, ids=IDS, mask=None, **options):
+    named = {"input_ids": ids, "attention_mask": mask}
+    if model.config.is_encoder_decoder:
+        named = {f"decoder_{name}": value for name, value in named.items()} | source(model, len(ids))
+    named = {name: value for name, value in named.items() if value is not None}
+    return model.generate(**named, do_sample=False, max_new_tokens=3, **options)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", [name for name in LANGUAGE_MODELS if "seq2seq" not in name])
+def test_embeddings_of_a_prompt_in_the_cache(case):
+    model = CLASSES[case].make()
+    embeddings = model.get_input_embeddings()(IDS)
+    with pytest.raises(ValueError, match="contains 5 positions already, and `inputs_embeds` has 5"):
+        model.generate(inputs_embeds=embeddings, cache=filled(model, IDS), max_new_tokens=3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", LANGUAGE_MODELS)
+def test_new_tokens_after_a_cache(case):
+    """Generation after a cache accepts the complete text, or new tokens with a mask of the complete text."""
+    model = CLASSES[case].make(eos_token_id=None)
+    expected = generate(model)
+    complete = generate(model, cache=filled(model, IDS[:, :3]))
+    assert torch.equal(complete, expected)
+    if not model.config.is_encoder_decoder:  # for encoder-decoders, transformers puts a start token before new tokens
+        new = generate(model, IDS[:, 3:], torch.ones_like(IDS), cache=filled(model, IDS[:, :3]))
+        assert torch.equal(new[:, 2:], expected[:, 5:])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case, rows", diagonal(LANGUAGE_MODELS, [1, 2]))
+def test_right_padding_warns(case, rows, messages):
+    """Right padding warns once per call; padding on the left or in a source does not warn."""
+    model = CLASSES[case].make()
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])[:rows]
+    ids = IDS[:rows].masked_fill(mask == 0, 1)
+    calls = [{"mask": mask}] if model.config.is_encoder_decoder or rows == 1 else [{"mask": mask}, {}]
+    for given in calls:
+        messages.clear()
+        generate(model, ids, **given)
+        assert len([text for text in messages if "padding_side='left'" in text]) == 1
+    messages.clear()
+    generate(model, ids.flip(1), mask.flip(1))
+    generate(model)
+    assert not messages
+    if not model.config.is_encoder_decoder:
+        model.generate(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=mask, max_new_tokens=2)
+        assert len(messages) == 1

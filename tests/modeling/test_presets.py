@@ -1,14 +1,9 @@
-"""The published models of all families: parameter counts, recipes, and other sizes of the same presets."""
-
-import inspect
+"""Published models: parameter counts, and fields that override a preset; `surface.json` has the fields of presets."""
 
 import pytest
 import torch
 
 import luna_mega
-from luna_mega import MegaConfig, MegaForCausalLM, MegaForConditionalGeneration
-
-from . import luna
 
 IMAGES = ("MegaForImageClassification", "image_base_patch16_224", ())
 # Class, preset, its vocabulary if it has one, fields, number of parameters (of the original: in millions).
@@ -76,71 +71,6 @@ def test_parameters(name, preset, vocabulary, fields, count):
     assert name != "MegalodonForCausalLM" or getattr(type(model.config), preset)(vocab_size=50).vocab_size == 50
 
 
-# `initializer_range` of the original: as BERT (0.02), or Xavier with gain 1 / sqrt(2) in attention.
-XAVIER = {width: (2 * width) ** -0.5 for width in (64, 128, 512)}
-RANGES = dict.fromkeys(("base_512", "base_2048", "large_512", "large_2048", "lra_listops", "lra_text"), 0.02)
-RANGES |= {"lra_retrieval": XAVIER[128], "lra_image": XAVIER[64], "wmt": XAVIER[512]}
-RANGES |= dict.fromkeys(("lra_pathfinder", "lra_pathfinder128"), XAVIER[128])
-
-
-@pytest.mark.parametrize("family", ["Luna", "Mega", "Megalodon"])
-def test_initialization_of_presets(family):
-    """Presets state the value of the original, whatever the default of their width is."""
-    config_class = getattr(luna_mega, f"{family}Config")
-    (base,) = [base for base in config_class.__mro__ if base.__name__ == f"{family}Presets"]
-    names = [name for name, value in vars(base).items() if isinstance(value, classmethod) and name[0] != "_"]
-    assert family != "Luna" or set(names) == set(RANGES)
-    for name in names:
-        preset = getattr(config_class, name)
-        vocabulary = inspect.signature(preset).parameters.get("vocab_size")
-        needed = {"vocab_size": 40} if vocabulary is not None and vocabulary.default is vocabulary.empty else {}
-        for fields in ({}, {"hidden_size": 48}) if family == "Luna" else ({},):
-            config = preset(**needed, **fields)
-            found = config.initializer if family == "Megalodon" else config.initializer_range
-            assert found == {"Luna": RANGES.get(name), "Mega": 0.02, "Megalodon": "he"}[family], name
-
-
-NONE = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "nffn_activation_dropout_prob": 0.0}
-SOME = dict.fromkeys(NONE, 0.1)
-POST = {"normalize_before_mega": False, "normalize_before_ffn": False, "final_norm": False}
-PRE = dict.fromkeys(POST, True)
-TOKENS = {**NONE, **POST, "input_type": "tokens", "attention_activation": "softmax", "normalization_type": "scalenorm"}
-TOKENS |= {"dropout_prob": 0.1, "classifier_dropout": 0.1, "pooling": "mean", "relative_positional_bias": "simple"}
-TOKENS |= {"attention_chunk": None, "num_labels": 2}
-VALUES = {**TOKENS, **PRE, "input_type": "values", "attention_activation": "laplace", "normalization_type": "batchnorm"}
-VALUES |= {"dropout_prob": 0.0, "classifier_dropout": 0.0}
-SPEECH = VALUES | {"attention_chunk": 1000, "num_labels": 10, "max_positions": 16000}
-LANGUAGE = {**PRE, "relative_positional_bias": "rotary", "truncation": 8192, "attention_activation": "softmax"}
-LANGUAGE |= {"normalization_type": "layernorm", "final_norm_affine": False, "scale_embedding": True}
-LANGUAGE |= {"tie_word_embeddings": True}
-TRANSLATION = {**SOME, **POST, "scale_embedding": True, "relative_positional_bias": "simple", "truncation": None}
-TRANSLATION |= {"attention_chunk": None, "shares_embeddings": True, "vocab_size": 33000}
-RECIPES = {
-    "lra_listops": TOKENS | {"normalization_type": "layernorm", "num_labels": 10, "max_positions": 2002},
-    "lra_text": TOKENS | {"max_positions": 4002},
-    "lra_retrieval": TOKENS | {"max_positions": 4002},
-    "lra_image": VALUES | {"num_labels": 10, "max_positions": 1024},
-    "lra_pathfinder": VALUES | {"max_positions": 1024},
-    "lra_pathfinder128": VALUES | {"normalization_type": "syncbatchnorm", "max_positions": 16384},
-    "sc_base": SPEECH,
-    "sc_big": SPEECH,
-    "lm_wikitext103": {**LANGUAGE, **SOME, "vocab_size": 267744, "attention_chunk": 1024, "dropout_prob": 0.3}
-    | {"adaptive_softmax_dropout": 0.2, "tie_adaptive_projections": True},
-    "lm_enwik8": {**LANGUAGE, **NONE, "vocab_size": 208, "attention_chunk": 2048, "dropout_prob": 0.1}
-    | {"adaptive_softmax_dropout": 0.0, "tie_adaptive_projections": False},
-    "image_base_patch16_224": {"drop_path_rate": 0.3, "pooling": "mean", "dropout_prob": 0.0},
-    "wmt_en_de": TRANSLATION | {"dropout_prob": 0.15},
-    "wmt_en_de_big": TRANSLATION | {"dropout_prob": 0.3},
-}
-
-
-@pytest.mark.parametrize("preset", RECIPES)
-def test_recipes_of_mega(preset):
-    vocabulary = {row[1]: row[2] for row in PUBLISHED}[preset]
-    config = getattr(MegaConfig, preset)(*vocabulary)
-    assert {name: getattr(config, name) for name in RECIPES[preset]} == RECIPES[preset]
-
-
 @pytest.mark.parametrize("name, preset, vocabulary", [row[:3] for row in LRA])
 def test_overrides_take_precedence(name, preset, vocabulary):
     fields = {"num_hidden_layers": 1, "max_positions": 64, "use_chunking": True, "chunk_size": 16, "num_labels": 3}
@@ -151,35 +81,3 @@ def test_overrides_take_precedence(name, preset, vocabulary):
     if preset == "lra_retrieval":
         inputs["pair_input_ids"] = inputs["input_ids"]
     assert model(**inputs).logits.shape == (2, 3)
-
-
-SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "shared_representation_size": 6}
-BANDS = {"adaptive_input_cutoffs": [9], "adaptive_softmax_cutoffs": [9]}
-
-
-@pytest.mark.parametrize("preset, fields", [("lm_wikitext103", BANDS), ("lm_enwik8", {})])
-def test_language_models_of_another_size(preset, fields):
-    model = MegaForCausalLM(getattr(MegaConfig, preset)(40, chunk_size=4, **SIZES, **fields)).eval()
-    assert model(torch.randint(4, 40, (2, 11))).logits.shape == (2, 11, 40)
-
-
-def test_translation_of_another_size():
-    model = MegaForConditionalGeneration(MegaConfig.wmt_en_de(40, num_decoder_layers=2, **SIZES)).eval()
-    ids = torch.randint(4, 40, (2, 11))
-    assert model(ids, labels=ids).logits.shape == (2, 11, 40) and len(model.mega.decoder.layers) == 2
-
-
-LUNA_POSITIONS = {
-    "listops": 2001, "text": 4002, "retrieval": 4002, "image": 1024, "pathfinder": 1026, "pathfinder128": 16386,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("preset, positions", LUNA_POSITIONS.items())
-def test_lra_presets_of_luna(preset, positions):
-    assert getattr(luna_mega.LunaConfig, f"lra_{preset}")(20).max_position_embeddings == positions
-    fields = {"vocab_size": 20, "projection_length": 8, "max_position_embeddings": 32}
-    head = "ForSequencePairClassification" if preset == "retrieval" else "ForSequenceClassification"
-    model = make(f"Luna{head}", f"lra_{preset}", (), fields)
-    inputs = {name: value.clamp(max=19) for name, value in luna.head_inputs(head, [9, 4]).items()}
-    assert model(**inputs).logits.shape == (2, 10 if preset in ("listops", "image") else 2)
-    assert not model.config.tie_key_value and model.classifier.out_proj.bias is None

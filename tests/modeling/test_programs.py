@@ -2,19 +2,22 @@
 
 import shutil
 import warnings
+from itertools import product
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
 
+from tests.modeling.contract import FACTORIES
 from tests.modeling.samples import borders, make_inputs
 
-from . import classes, luna, mega, megalodon_decoders
+from . import decoders, luna, mega, megalodon_decoders
 from .decoders import a_third, make, weekly_but
 
 COMPILER = next(filter(shutil.which, ("g++", "c++", "clang++")), None)
 QUICKLY = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # C++ compilation dominates the run time
 CHUNKS, SIMPLE = mega.VARIANTS["laplace chunks"], mega.VARIANTS["relu2 simple post-norm"]
-CLASSES = {**classes.HEADS, **classes.DECODERS, **classes.SEQ2SEQ}
+CLASSES = FACTORIES
 MODELS = {
     "luna": lambda: luna.make("ForMaskedLM"),
     "luna, fixed P": lambda: luna.make("Model", dynamic_projection_length=False, position_embedding_type="sinusoidal"),
@@ -120,3 +123,65 @@ def test_tracing_raises_an_error(name):
     inputs = make_inputs(model, [4, 2])
     with pytest.raises(RuntimeError, match="^`torch.jit.trace` is not supported; use `torch.export.export`$"):
         torch.jit.trace(lambda *given: model(**dict(zip(inputs, given, strict=True))), tuple(inputs.values()))
+
+
+EIGHTS = {"use_chunking": True, "chunk_size": 8}
+COUNTED = {
+    "mega chunks": lambda: mega.make("ForMaskedLM", num_hidden_layers=1, **EIGHTS),
+    "luna decoder": lambda: make("luna: softplus", num_hidden_layers=1).float(),
+    "luna seq2seq": lambda: make("luna seq2seq: translation", num_hidden_layers=1).float(),
+    "mega decoder, chunks": lambda: make("mega: laplace chunks", num_hidden_layers=1).float(),
+    "megalodon": lambda: make("megalodon: heads", num_hidden_layers=1).float(),
+}
+
+# Lengths that a chunk divides or does not divide, lengths below a chunk and below l, and a batch of one sequence.
+SHAPES = [(2, 17), (1, 19), (2, 16), (3, 5), (1, 3)]
+# Model and whether it is trained; one case of each kind is slow, and the others are checked every week.
+COMPILED = [("mega chunks", True), ("luna decoder", False)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, training", decoders.weekly_but(COMPILED, product(COUNTED, [False, True])))
+def test_two_programs_serve_all_lengths(name, training):
+    torch.compiler.reset()
+    counter, model = CompileCounter(), COUNTED[name]().train(training)
+    compiled = torch.compile(model, backend=counter, dynamic=True, fullgraph=True)
+    for batch, length in SHAPES:
+        inputs = luna.tokens([length, max(1, length - 1), max(1, length // 2)][:batch])
+        inputs = {key: value.clamp(max=29) for key, value in inputs.items()}
+        if training:
+            compiled(**inputs, labels=inputs["input_ids"]).loss.backward()
+            continue
+        options = {"use_cache": False} if model.config.is_decoder else {}
+        if model.config.is_encoder_decoder:
+            options = {"use_cache": False, "decoder_input_ids": inputs["input_ids"]}
+        with torch.no_grad():
+            expected, actual = (run(**inputs, **options).logits for run in (model, compiled))
+        kept = inputs["attention_mask"].bool()
+        torch.testing.assert_close(actual[kept], expected[kept], atol=1e-5, rtol=1e-5)
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", decoders.weekly_but(["mega decoder, chunks"], ["luna decoder", "mega decoder, chunks", "megalodon"])
+)
+def test_a_compiled_model_generates_the_same_tokens(name):
+    torch.compiler.reset()
+    counter, model = CompileCounter(), COUNTED[name]().eval()
+    inputs = {key: value.clamp(max=29) for key, value in luna.tokens([11, 7]).items()}
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(**inputs, **options)
+    model.compile(backend=counter)
+    assert torch.equal(model.generate(**inputs, **options), expected)
+    assert counter.frame_count < 8  # must be fewer than the 12 steps, two of which end a chunk
+
+
+@pytest.mark.slow
+def test_programs_clear_empty_rows():
+    model = luna.make("ForSequenceClassification", num_hidden_layers=1)
+    program = torch.export.export(model, (), luna.tokens([3, 9]), strict=False).module()
+    for lengths in ([0, 9], [0, 4]):
+        inputs = luna.tokens(lengths, width=9)
+        inputs["input_ids"][0] = 7
+        torch.testing.assert_close(program(**inputs).logits, model(**inputs).logits, rtol=0, atol=1e-5)

@@ -1,17 +1,122 @@
-"""The models have the surface recorded in `surface.json`. Run `surface.py` after a deliberate change."""
+"""Public surface of the models as tables in `surface.json`; `python -m tests.modeling.test_surface` writes them.
 
+The tables record what must not change when the models are refactored: signatures, fields of configurations and of
+presets, weights and their initialization, and outputs, which the contract only compares with each other. Run it after a
+deliberate change.
+"""
+
+import hashlib
+import inspect
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
-from . import surface
+import luna_mega
+from tests.modeling import decoders, luna, mega
+from tests.modeling.contract import MEMBERS, Batch, collate, prepare, run
 
-TABLES = json.loads(surface.TABLES.read_text(encoding="utf-8"))
+TABLES = Path(__file__).with_name("surface.json")
+HEADS = {f"luna: {head}": (luna, head) for head in luna.HEADS} | {f"mega: {head}": (mega, head) for head in luna.HEADS}
 
 
-def is_recorded(item):
+def signatures():
+    """Return the parameters of every public `forward`."""
+    table = {}
+    for name in sorted(luna_mega.__all__):
+        cls = getattr(luna_mega, name)
+        if isinstance(cls, type) and issubclass(cls, nn.Module):
+            parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+            texts = [str(x.replace(annotation=inspect.Parameter.empty)) for x in parameters]
+            named = [index for index, x in enumerate(parameters) if x.kind is x.KEYWORD_ONLY]
+            if named:
+                texts.insert(named[0], "*")
+            table[name] = " ".join(texts)
+    return table
+
+
+def configurations():
+    """Return the fields of every public configuration and their defaults, without the common ones of transformers."""
+    configs = {
+        name: getattr(luna_mega, name)().to_dict() for name in sorted(luna_mega.__all__) if name.endswith("Config")
+    }
+    common = set(PreTrainedConfig().to_dict()) | {"transformers_version"}
+    return {name: {key: config[key] for key in sorted(set(config) - common)} for name, config in configs.items()}
+
+
+def weights():
+    """Return the number of initial weights of every class, a digest of names and shapes, and the sum of magnitudes."""
+    table = {}
+    for name, (family, head) in HEADS.items():
+        table[name] = _weights(family.HEADS[head], family.tiny_config())
+    for name in decoders.DECODERS:
+        model = decoders.make(name)
+        table[name] = _weights(type(model), model.config)
+    return table
+
+
+def _weights(model_class, config):
+    torch.manual_seed(0)
+    state = model_class(config).state_dict()
+    names = "\n".join(f"{name} {list(tensor.shape)}" for name, tensor in state.items())
+    return [len(state), hashlib.sha256(names.encode()).hexdigest()[:12], sum(_numbers(state.values()))]
+
+
+def _numbers(tensors):
+    return [float(f"{x.detach().double().abs().sum():.9g}") for x in tensors]
+
+
+def presets():
+    """Return the fields of every preset that differ from the defaults of its configuration."""
+    table = {}
+    for family in ("Luna", "Mega", "Megalodon"):
+        config_class = getattr(luna_mega, f"{family}Config")
+        (base,) = [base for base in config_class.__mro__ if base.__name__ == f"{family}Presets"]
+        for name in sorted(name for name, value in vars(base).items() if isinstance(value, classmethod)):
+            if name.startswith("_"):
+                continue
+            preset = getattr(config_class, name)
+            vocabulary = inspect.signature(preset).parameters.get("vocab_size")
+            needed = [40] if vocabulary is not None and vocabulary.default is vocabulary.empty else []
+            config = preset(*needed)
+            default, fields = (json.loads(json.dumps(x.to_dict())) for x in (type(config)(), config))
+            differ = {key: fields[key] for key in sorted(fields) if "label" not in key and fields[key] != default[key]}
+            table[f"{family}: {name}"] = differ | {"num_labels": config.num_labels}
+    return table
+
+
+def outputs():
+    """Return `output_of` every member of the contract."""
+    return {name: output_of(name) for name in MEMBERS}
+
+
+def output_of(name):
+    """Return the loss and the magnitudes of results and gradients of a member for a batch with padding."""
+    member, batch = MEMBERS[name], Batch("left")
+    loss, gradients, results = run(prepare(member, batch, "dense"), *collate(member, batch))
+    return _numbers([loss, *results.values(), torch.cat([x.flatten() for x in gradients.values()])])
+
+
+def build():
+    """Return all tables."""
+    return {x.__name__: x() for x in (signatures, configurations, presets, weights, outputs)}
+
+
+def _one_line_each(tables):
+    texts = []
+    for name, table in tables.items():
+        rows = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in table.items())
+        texts.append(f" {json.dumps(name)}: {{\n" + ",\n".join(rows) + "\n }")
+    return "{\n" + ",\n".join(texts) + "\n}\n"
+
+
+RECORDED = json.loads(TABLES.read_text(encoding="utf-8"))
+
+
+def is_recorded(name):
     """Return whether the installed torch initializes a model with the recorded numbers.
 
     For Megalodon, newer versions of torch draw truncated normal numbers by rejection; older versions do not.
@@ -20,25 +125,32 @@ def is_recorded(item):
     for draw in (torch.Tensor.normal_, nn.init.trunc_normal_):
         torch.manual_seed(0)
         drawn.append(draw(torch.empty(1)))
-    return "megalodon" not in item[0] or drawn[0].equal(drawn[1])
+    return "megalodon" not in name or drawn[0].equal(drawn[1])
 
 
-@pytest.mark.parametrize("table", ["signatures", "configurations"])
+@pytest.mark.parametrize("table", ["signatures", "configurations", "presets"])
 def test_surface(table):
-    assert getattr(surface, table)() == TABLES[table]
+    assert globals()[table]() == RECORDED[table]
 
 
 def test_weights():
-    found = surface.weights()
-    assert {name: entry[:2] for name, entry in found.items()} == {k: v[:2] for k, v in TABLES["weights"].items()}
-    for name, (*_, total) in filter(is_recorded, found.items()):
-        assert total == pytest.approx(TABLES["weights"][name][2], rel=1e-6), name
+    found = weights()
+    assert {name: entry[:2] for name, entry in found.items()} == {k: v[:2] for k, v in RECORDED["weights"].items()}
+    for name, (*_, total) in found.items():
+        assert not is_recorded(name) or total == pytest.approx(RECORDED["weights"][name][2], rel=1e-6), name
 
 
-def test_outputs():
+@pytest.mark.parametrize("name", RECORDED["outputs"])
+def test_outputs(name):
     # Without AVX, the normal numbers that torch draws in float32 differ from the recorded ones by up to 1.3e-6.
     limit = 1e-5 if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else 1e-7
-    found = surface.outputs()
-    assert found.keys() == TABLES["outputs"].keys()
-    for name, numbers in filter(is_recorded, found.items()):
-        assert numbers == pytest.approx(TABLES["outputs"][name], rel=limit), name
+    if is_recorded(name):
+        assert output_of(name) == pytest.approx(RECORDED["outputs"][name], rel=limit)
+
+
+def test_every_member_has_recorded_outputs():
+    assert RECORDED["outputs"].keys() == MEMBERS.keys()
+
+
+if __name__ == "__main__":
+    TABLES.write_text(_one_line_each(build()), encoding="utf-8")

@@ -8,12 +8,12 @@ import torch
 from transformers import BertTokenizer, pipeline
 
 import luna_mega
-from luna_mega.modeling_common import arguments
 from tests.marks import diagonal
+from tests.modeling.contract import FACTORIES
 
-from . import classes, decoders, luna, mega
+from . import decoders, luna, mega
 
-CLASSES = {**classes.HEADS, **classes.DECODERS, **classes.SEQ2SEQ}
+CLASSES = FACTORIES
 TYPED = {"luna": {"type_vocab_size": 2}, "mega": {"add_token_type_embeddings": True}}
 
 
@@ -44,7 +44,9 @@ def test_only_zeros(number, name):
         model(**inputs, token_type_ids=types[..., :-1])
 
 
-@pytest.mark.parametrize("name", [name for name in classes.HEADS if name.split()[0] in TYPED][::2] + ["luna decoder"])
+@pytest.mark.parametrize(
+    "name", [name for name in FACTORIES if "For" in name and name.split()[0] in TYPED][::2] + ["luna decoder"]
+)
 @torch.no_grad()
 def test_types_below_the_number_of_embeddings(name):
     model, inputs = CLASSES[name](**TYPED[name.split()[0]]), inputs_of(name)
@@ -55,22 +57,6 @@ def test_types_below_the_number_of_embeddings(name):
     torch.testing.assert_close(result(model, **inputs, token_type_ids=padding)[0], expected[0], rtol=0, atol=0)
     with pytest.raises(ValueError, match="from [02] to 2; they must be .* the `type_vocab_size` 2 of"):
         model(**inputs, token_type_ids=types + 2)
-
-
-@pytest.mark.parametrize("fields", [{}, TYPED["luna"]], ids=["without", "with"])
-def test_first_batch_on_other_devices(fields, monkeypatch):
-    """Values on other devices are read only until a batch has been checked, since reading waits for the device."""
-    monkeypatch.setattr(arguments, "can_look", lambda x: False)
-    model, inputs = luna.make("ForMaskedLM", **fields), luna.tokens([9, 4])
-    types, reads = torch.zeros_like(inputs["input_ids"]), []
-    monkeypatch.setattr(torch.Tensor, "aminmax", lambda x: reads.append(x) or (x.min(), x.max()))
-    model(**inputs)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="`token_type_ids` are from 0 to 5"):
-            model(**inputs, token_type_ids=types + 5)
-    for _ in range(3):
-        model(**inputs, token_type_ids=types)
-    assert len(reads) == 3
 
 
 @pytest.mark.slow
@@ -171,18 +157,6 @@ def test_head_writes_narrow_vectors_and_comes_back(tmp_path):
     torch.testing.assert_close(again(**inputs).logits, model(**inputs).logits)
     model.train()(**inputs, labels=inputs["input_ids"]).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
-
-
-def test_dropped_first_tokens_lose_their_types():
-    model = luna.make("ForSequenceClassification", **FIELDS, drop_first_token=True)
-    inputs = typed(luna.tokens([9, 4], "left"))
-    keep = torch.ones(2, 9, dtype=torch.bool)
-    keep[[0, 1], [0, 5]] = False  # the first tokens of both texts
-    model.config.drop_first_token = False
-    cut = {name: value[keep].view(2, 8) for name, value in inputs.items()}
-    expected = model(**cut).logits
-    model.config.drop_first_token = True
-    torch.testing.assert_close(model(**inputs).logits, expected)
 
 
 @pytest.mark.parametrize("family", [luna, mega])

@@ -5,11 +5,13 @@ steps of a decoder equal the entire sequence before and after training.
 """
 
 import functools
+import pickle
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
+    AutoTokenizer,
     BertTokenizer,
     DataCollatorForLanguageModeling,
     DataCollatorForMultipleChoice,
@@ -76,6 +78,17 @@ def pads_with_end():
     return tokenizer
 
 
+def of_a_dictionary():
+    """Return a tokenizer of fairseq: its dictionary lacks some words, and a token was added."""
+    words = ["<s>", "<pad>", "</s>", "<unk>", *WORDS]
+    backend = Tokenizer(
+        models.WordLevel({word: at for at, word in enumerate([*words, "no", "nor"])}, unk_token="<unk>")
+    )
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    return luna_mega.LunaTokenizer(tokenizer_object=backend, dictionary_size=len(words), mask_token="<mask>", **special)
+
+
 TOKENIZERS = {"0": bert, "1": roberta, "end": pads_with_end, "added": without_padding}
 CLASSES = [name for name in luna_mega.__all__ if "For" in name]
 # The images of MegaForImageClassification have no tokenizer.
@@ -131,6 +144,30 @@ def examples(name, tokenizer):
             row["labels"] = index % 2
         rows.append(row)
     return rows
+
+
+@pytest.mark.parametrize("make_tokenizer", [*TOKENIZERS.values(), of_a_dictionary])
+def test_tokens_and_ids(make_tokenizer, tmp_path):
+    """Tokens and ids are inverse to each other, also of added tokens and in a saved folder; other words are unknown."""
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(["new"])
+    tokenizer.save_pretrained(tmp_path)
+    for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
+        ids = [*range(len(each))]
+        tokens = each.convert_ids_to_tokens(ids)
+        assert each.convert_tokens_to_ids(tokens) == ids and each.get_vocab() == dict(zip(tokens, ids, strict=True))
+        assert [each.convert_ids_to_tokens(i) for i in ids] == tokens and set(each.added_tokens_decoder) <= set(ids)
+        assert {token.content for token in each.added_tokens_decoder.values()} >= {"new", each.mask_token}
+        found = each("w1 new no w2", add_special_tokens=False)["input_ids"]
+        assert found == each.convert_tokens_to_ids(["w1", "new", each.unk_token, "w2"])
+        assert each.decode(found) == f"w1 new {each.unk_token} w2"
+        kept = each.convert_ids_to_tokens([*found, each.mask_token_id], skip_special_tokens=True)
+        assert kept == ["w1", "new", "w2"] and each.decode(found[0]).strip() == "w1"
+
+
+def test_a_folder_without_a_tokenizer():
+    with pytest.raises(ValueError, match="the folder has no tokenizer"):
+        luna_mega.LunaTokenizer()
 
 
 @torch.no_grad()

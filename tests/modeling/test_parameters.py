@@ -1,4 +1,4 @@
-"""Parameters that do not affect any loss of a head do not require gradients and remain in checkpoints."""
+"""Parameters: their initialization, and those that no loss reads, which do not require gradients."""
 
 import copy
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import luna_mega
+from luna_mega import LunaConfig, LunaForSequenceClassification, LunaModel
 from tests.marks import diagonal
-
-from . import decoders, luna, luna_decoders, mega
+from tests.modeling import decoders, luna, luna_decoders, mega
 
 POOLED = "ForSequenceClassification"
 HEADS = [
@@ -133,3 +133,60 @@ def test_parameters_that_a_user_unfreezes_stay_trainable(head):
     model.resize_token_embeddings(model.config.vocab_size + 3)
     model.tie_weights()
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+TINY = {"vocab_size": 200, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+
+
+@pytest.mark.parametrize("value", [None, 0.02])
+def test_new_heads_have_the_value_of_the_folder(value, tmp_path):
+    """Folders of earlier versions and of the converters store 0.02."""
+    torch.manual_seed(0)
+    config = LunaConfig(hidden_size=64, initializer_range=value, **TINY)
+    LunaModel(config).save_pretrained(tmp_path)
+    model = LunaForSequenceClassification.from_pretrained(tmp_path, num_labels=50)
+    new = [p for name, p in model.named_parameters() if not name.startswith("luna.") and p.ndim == 2]
+    assert new and all(abs(p.std() / config.initializer_range - 1) < 0.1 for p in new)
+
+
+def test_a_default_luna_learns(import_benchmark):
+    """With a deviation of 0.02, the accuracy after 150 steps is 28 % (12.5 % is chance)."""
+    program = import_benchmark("initialization")
+    torch.manual_seed(1)
+    model = program.make("luna", "find", 64, None)
+    steps, accuracy = program.train(model, program.find, seed=1, steps=80, rate=2e-3)
+    assert steps < 80 and accuracy >= 0.95
+
+
+FAMILIES = {"luna": luna, "mega": mega}
+
+
+def initialized(family, **fields):
+    """Return the configuration and the tensors of a model that is initialized from the meta device."""
+    config = FAMILIES[family].tiny_config(**fields)
+    model = FAMILIES[family].HEADS["ForSequenceClassification"].from_pretrained(None, config=config, state_dict={})
+    tensors = model.state_dict()
+    assert all(not tensor.is_meta and torch.isfinite(tensor).all() for tensor in tensors.values())
+    return config, tensors
+
+
+@pytest.mark.parametrize("fields", [*luna.VARIANTS.values(), luna.VALUES])
+def test_every_parameter_of_luna_is_initialized(fields):
+    config, tensors = initialized("luna", pooling="packed_attention", **fields)
+    for name, parameter in tensors.items():
+        norm = "layer_norm.weight" in name
+        scaled = config.scale_embedding and ("word_embeddings" in name or "packed_embeddings" in name)
+        deviation = config.hidden_size**-0.5 if scaled else 0.02
+        assert norm or parameter.abs().max() < 7 * deviation, name
+        if name.endswith("bias"):
+            assert (parameter == 0).all(), name
+        elif not norm:
+            assert 0.5 * deviation < parameter.std() < 1.5 * deviation, name
+
+
+@pytest.mark.parametrize("fields", [*mega.VARIANTS.values(), mega.VALUES])
+def test_every_parameter_of_mega_is_initialized(fields):
+    for name, tensor in initialized("mega", add_token_type_embeddings=True, **fields)[1].items():
+        assert tensor.abs().max() < 10, name
+        if name.endswith("ema_expansion_matrix"):
+            assert (tensor[:, ::2] > 0).all() and (tensor[:, 1::2] < 0).all()

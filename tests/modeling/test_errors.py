@@ -1,0 +1,353 @@
+"""Wrong arguments raise a `ValueError` that names the argument and its value, in every class that has the argument."""
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import EncoderDecoderCache
+
+from tests.modeling import decoders, luna
+from tests.modeling.contract import CLASSES
+
+IDS = torch.tensor([[2, 5, 6, 7, 8], [2, 8, 7, 6, 5]])  # 2 is the decoder start token
+FLAT = torch.arange(4, 13)[None]
+BOUNDS = torch.tensor([0, 3, 9], dtype=torch.int32)
+TWO = {"cu_seq_lens_q": BOUNDS}
+RIGHT = torch.tensor([1, 2])
+
+
+@cache
+def make(name, **fields):
+    return CLASSES[name].make(**fields)
+
+
+def ones(*shape):
+    return torch.ones(shape, dtype=torch.long)
+
+
+def zeros(*shape):
+    return torch.zeros(shape, dtype=torch.float64)
+
+
+def call(head="Model", lengths=(9, 4), **changes):
+    """Return a call with the inputs of a head, of which some are changed; None omits an input."""
+    return lambda model: model(**luna.head_inputs(head, list(lengths)) | changes)
+
+
+def flat(**inputs):
+    return lambda model: model(**{"input_ids": FLAT} | inputs)
+
+
+def generate(model, ids=IDS, mask=None, **options):
+    named = {"input_ids": ids, "attention_mask": mask}
+    if model.config.is_encoder_decoder:
+        named = {f"decoder_{name}": value for name, value in named.items()} | decoders.source(model, len(ids))
+    named = {name: value for name, value in named.items() if value is not None}
+    return model.generate(**named, do_sample=False, max_new_tokens=3, **options)
+
+
+def run(model, ids=IDS, mask=None, **options):
+    return model(**decoders.source(model, len(ids)) | decoders.target(model, ids, mask) | options)
+
+
+def filled(model, ids=IDS, **options):
+    """Return a cache that contains `ids`."""
+    return run(model, ids, use_cache=True, **options).cache
+
+
+@torch.enable_grad()
+def train(model, **options):
+    model = copy.deepcopy(model)
+    model.gradient_checkpointing_enable()
+    return run(model.train(), **options)
+
+
+def decode(model, **states):
+    return model.get_decoder()(torch.tensor([[4]]), **states)
+
+
+def encoded(model):
+    return model.get_encoder()(**decoders.source(model, 2))
+
+
+def both(*ends):
+    return [f"{family} {end}" for family in ("luna", "mega") for end in ends]
+
+
+ENCODERS, LABELED = both("Model"), both("ForMaskedLM", "ForTokenClassification")
+READERS = both("Model", "ForSequenceClassification")
+SPANS, PAIRS, CHOICES = both("ForQuestionAnswering"), both("ForSequencePairClassification"), both("ForMultipleChoice")
+CAUSAL = [f"{family} decoder" for family in decoders.FAMILIES]
+SEQ2SEQ, LUNA, MEGA = both("seq2seq"), ["luna Model"], ["mega Model"]
+EVERY = ENCODERS + CAUSAL
+EMBEDS = r"inputs_embeds \[B, T, 24\], got "
+SHAPE = r"must have the shape \[2, 5\]"
+VALUES = "attention_mask` has values from"
+
+# What is wrong: the classes, the message, and the call.
+INPUTS = {
+    "no row": (READERS, "batch is empty: 0 sequences", call(input_ids=ones(0, 5), attention_mask=None)),
+    "no column": (READERS, "2 sequences of length 0", call(input_ids=ones(2, 0), attention_mask=None)),
+    "no input": (READERS, "exactly one of input_ids and inputs_embeds", call(input_ids=None)),
+    "two inputs": (READERS, "exactly one of input_ids", call(inputs_embeds=zeros(2, 9, 24))),
+    "values": (READERS + CAUSAL, "input_type='tokens'|input_values", call(input_values=zeros(2, 9))),
+    "one dimension": (READERS, r"input_ids` must have the shape \[B, T\], or .* got \[9\]", call(input_ids=ones(9))),
+    "a number": (READERS, r"must have the shape \[B, T\], or .* got \[\]", call(input_ids=torch.tensor(9))),
+    "three dimensions": (READERS, r"got \[2, 9, 3\]", call(input_ids=ones(2, 9, 3))),
+    "another width": (READERS, EMBEDS + ".* 23", call(input_ids=None, inputs_embeds=zeros(2, 9, 23))),
+    "no width": (READERS, r"got \[2, 24\]", call(input_ids=None, inputs_embeds=zeros(2, 24))),
+    "a shorter mask": (
+        READERS, r"must have the shape \[2, 9\] of the input, got \[2, 8\]", call(attention_mask=ones(2, 8)),
+    ),
+    "a mask of pairs": (READERS, "attention_mask must have the shape", call(attention_mask=ones(2, 1, 9, 9))),
+    "an unknown argument": (READERS, "(Luna|Mega) models do not support head_mask; omit", call(head_mask=zeros(2, 9))),
+    "a cache": (READERS, "require a decoder", call(use_cache=True)),
+    "the earlier name": (READERS, "require a decoder", call(past_key_values=DynamicCache())),
+    "tokens as positions": (LUNA, "integers, got str", call(position_ids="abc")),
+    "numbers as positions": (ENCODERS, "integers, got Tensor of torch.float32", call(position_ids=torch.ones(2, 9))),
+    "fewer positions": (ENCODERS, r"the shape \[2, 9\] of the input, got \[2, 8\]", call(position_ids=ones(2, 8))),
+    "reserved positions": (LUNA, "are from -2 to 0; they must be at least 0", call(position_ids=-2 * ones(2, 9))),
+    "late positions": (LUNA, "are from 0 to 48.* less than the 48", call(position_ids=48 * ones(2, 9))),
+    "other positions": (MEGA, "differ from the positions of `attention_mask`", call(position_ids=torch.arange(1, 10))),
+    "narrow embeddings": (
+        ENCODERS, r"\[B, T, 16\], .*got \[2, 9, 24\]", call(input_ids=None, inputs_embeds=zeros(2, 9, 24)),
+    ),
+    "an additive mask": (
+        READERS, VALUES + " -inf to -inf, .*attention_mask == 0", call(attention_mask=ones(2, 9).log() - 1 / zeros(1)),
+    ),
+    "a mask with NaN": (READERS, VALUES + " nan to nan", call(attention_mask=zeros(2, 9) / 0)),
+    "weights": (READERS, VALUES + " 0.5 to 0.5", call(attention_mask=zeros(2, 9) + 0.5)),
+    "numbers of documents": (READERS, VALUES + " 1 to 2", call(attention_mask=torch.tensor([[1] * 4 + [2] * 5] * 2))),
+    "a mask of pairs with weights": (
+        PAIRS, "^`pair_attention_mask` has values", call(PAIRS[0].split()[1], pair_attention_mask=2 * ones(2, 9)),
+    ),
+    "fewer pairs": (
+        PAIRS, "2 first inputs, but 1 second inputs",
+        call(PAIRS[0].split()[1], pair_input_ids=ones(1, 9), pair_attention_mask=None),
+    ),
+    "options as pairs": (
+        PAIRS, r"must have the shape \[B, T\].*got \[2, 1, ",
+        call(PAIRS[0].split()[1], pair_input_ids=ones(2, 1, 9), pair_attention_mask=None),
+    ),
+    "no options": (CHOICES, r"input_ids \[B, options, T\].*got \[2, 9\]", call()),
+    "longer than the table": (LUNA, "length 49 exceeds the 48", call(lengths=(49, 3))),
+    "another type": (ENCODERS, "no type embeddings; omit them", call(token_type_ids=ones(2, 9))),
+    "types of another shape": (ENCODERS, "`token_type_ids` must have the shape", call(token_type_ids=0 * ones(2, 8))),
+}  # fmt: skip
+PADDING_FREE = {
+    "no classes": (both("ForSequenceClassification"), "Classification does not support padding-free", flat(**TWO)),
+    "no choices": (CHOICES, "Choice does not support padding-free", flat(**TWO, **{"input_ids": FLAT[:, None]})),
+    "weights": (ENCODERS, "no attention weights", flat(**TWO, output_attentions=True)),
+    "descending": (ENCODERS, "must increase", flat(cu_seq_lens_q=torch.tensor([0, 5, 4], dtype=torch.int32))),
+    "only of keys": (ENCODERS, "`cu_seq_lens_q` is missing; pass it with cu_seq_lens_k", flat(cu_seq_lens_k=BOUNDS)),
+    "only a length": (ENCODERS, "`cu_seq_lens_q` is missing; pass it with max_length_q", flat(max_length_q=6)),
+    "a length of keys": (ENCODERS, "missing; pass it with max_length_k", flat(seq_idx=None, max_length_k=6)),
+    "other keys": (ENCODERS, "`cu_seq_lens_k` differs from `cu_seq_lens_q`", flat(**TWO, cu_seq_lens_k=BOUNDS + 1)),
+    "fewer keys": (ENCODERS, "`cu_seq_lens_k` differs from `cu_seq_lens_q`", flat(**TWO, cu_seq_lens_k=BOUNDS[:2])),
+    "longer keys": (ENCODERS, "is 7, but `max_length_q` is 6", flat(**TWO, max_length_q=6, max_length_k=7)),
+    "no length": (ENCODERS, "`max_length_k` is 6, but `max_length_q` is None", flat(**TWO, max_length_k=6)),
+    "too short": (ENCODERS, "max_seqlen is 5, but a sequence has length 6", flat(**TWO, max_length_q=5)),
+    "a mask": (ENCODERS, "`attention_mask` .* `cu_seq_lens_q`", flat(**TWO, attention_mask=ones(1, 9))),
+    "disagreement": (ENCODERS, "disagree", flat(**TWO, seq_idx=torch.tensor([[0] * 4 + [1] * 5]))),
+    "states and padding": (
+        ENCODERS + CAUSAL, "one row without padding, got 1 positions of padding",
+        flat(seq_idx=(FLAT > 6).long(), attention_mask=(FLAT < 12).long(), output_hidden_states=True, use_cache=False),
+    ),
+    "states of two rows": (
+        ENCODERS + CAUSAL, "one row without padding, got 2 rows",
+        flat(
+            input_ids=FLAT.repeat(2, 1),
+            seq_idx=(FLAT.repeat(2, 1) > 6).long(),
+            output_hidden_states=True,
+            use_cache=False,
+        ),
+    ),
+    "a cache": (CAUSAL, "a padding-free batch has no cache", flat(seq_idx=(FLAT > 6).long(), use_cache=True)),
+    "a flat index": (EVERY, r"integers of the shape \[1, 9\]", flat(seq_idx=FLAT[0], use_cache=False)),
+    "a longer index": (EVERY, r"integers of the shape \[1, 9\]", flat(seq_idx=ones(1, 10), use_cache=False)),
+    "numbers": (EVERY, r"integers of the shape \[1, 9\]", flat(seq_idx=zeros(1, 9), use_cache=False)),
+    "a list": (EVERY, r"integers of the shape \[1, 9\]", flat(seq_idx=[0], use_cache=False)),
+    "a span": (
+        SPANS, "has no loss for a padding-free", flat(**TWO, start_positions=RIGHT[:1], end_positions=RIGHT[:1]),
+    ),
+}  # fmt: skip
+LABELS = {
+    "no end": (SPANS, "`end_positions` is missing; pass `start_positions` and", call(start_positions=RIGHT)),
+    "no start": (SPANS, "`start_positions` is missing; pass", call(end_positions=RIGHT)),
+    "one end": (
+        SPANS, r"`end_positions` must have the shape \[2\]", call(start_positions=RIGHT, end_positions=RIGHT[:1]),
+    ),
+    "a row of ends": (SPANS, r"must have the shape \[2\]", call(start_positions=RIGHT, end_positions=RIGHT[None])),
+    "no ids of a span": (
+        SPANS, "indices.*, got torch.float32", call(start_positions=RIGHT.float(), end_positions=RIGHT),
+    ),
+    **{f"labels of the shape {shape}": (LABELED, r"`labels` must have the shape \[2, 9\]", call(labels=ones(*shape)))
+       for shape in ((9, 2), (18,), (1, 2, 9), (2, 8))},
+    "no ids": (LABELED, r"`labels` must .*\bids\b.*, got torch\.float32", call(labels=torch.ones(2, 9))),
+    "below 0": (LABELED + CHOICES, r"`labels` are from -5.* ids from 0 to \d+, or -100", lambda m: labels_of(m, -5)),
+    "above the last": (LABELED + CHOICES, "`labels` are from .*1000.* ids from 0 to", lambda m: labels_of(m, 1000)),
+    "above the last token": (
+        CAUSAL + SEQ2SEQ, "`labels` are from .*1000.* ids from 0 to", lambda m: labels_of(m, 1000),
+    ),
+    "another shape": (CAUSAL + SEQ2SEQ, r"`labels` must have the shape \[2, 5\]", lambda m: run(m, labels=IDS.T)),
+    "more than logits": (
+        CAUSAL + SEQ2SEQ, r"`labels` must have the shape \[2, 3\] .* got \[2, 5\]",
+        lambda m: run(m, labels=IDS, logits_to_keep=3),
+    ),
+    "shifted": (CAUSAL, r"`shift_labels` must have the shape \[2, 5\]", lambda m: run(m, shift_labels=IDS[:, 1:])),
+    "too few choices": (CHOICES, r"`labels` must have the shape \[2\]", lambda m: labels_of(m, 0, 1)),
+}  # fmt: skip
+GENERATE = {
+    "no token": ("ha(s|ve) length 0", lambda m: generate(m, IDS[:, :0])),
+    "the prompt in the cache": ("contains 5 positions already", lambda m: generate(m, cache=filled(m))),
+    "more in the cache": (
+        "contains 8 positions already, and .* has 5;",
+        lambda m: generate(m, cache=filled(m, torch.cat([IDS, IDS[:, 1:4]], 1))),
+    ),
+    "a mask of another length": (
+        r"must have the shape \[2, 5\] .*, or \[2, 7\] with the 2 positions of .*, got \[2, 9\]",
+        lambda m: generate(m, mask=ones(2, 9), cache=filled(m, IDS[:, :2])),
+    ),
+    "a longer mask": (r"must have the shape \[2, 5\] .*, got \[2, 9\]", lambda m: generate(m, mask=ones(2, 9))),
+    "a shorter mask": (r"must have the shape \[2, 5\] .*, got \[2, 3\]", lambda m: generate(m, mask=ones(2, 3))),
+    "a mask of one row": (r"must have the shape \[2, 5\] .*, got \[1, 5\]", lambda m: generate(m, mask=ones(1, 5))),
+    "an additive mask": (VALUES, lambda m: generate(m, mask=-1.0 * ones(2, 5))),
+    "another cache": ("must be a", lambda m: generate(m, cache=DynamicCache())),
+    "beams after a cache": (
+        "does not fit this model and batch|another source",
+        lambda m: generate(m, IDS.repeat(1, 2), cache=filled(m), num_beams=2),
+    ),
+}
+FORWARD = {
+    "another cache": ("must be a", lambda m: run(m, cache=DynamicCache())),
+    "a cache of transformers": (
+        "must be a .*, got a EncoderDecoderCache",
+        lambda m: run(m, cache=EncoderDecoderCache(decoders.own_cache(filled(m)), DynamicCache())),
+    ),
+    "both names": ("Both `past_key_values` and `cache` are set", lambda m: run(m, cache=0, past_key_values=0)),
+    "a cache of one row": ("does not fit this model and batch", lambda m: run(m, cache=filled(m, IDS[:1]))),
+    "a longer mask": (SHAPE, lambda m: run(m, mask=ones(2, 9))),
+    "a mask that a cache does not explain": (SHAPE, lambda m: run(m, mask=ones(2, 12), cache=filled(m))),
+    "an additive mask": (VALUES, lambda m: run(m, mask=-1.0 * ones(2, 5))),
+    "an unknown argument": ("do not support foo", lambda m: run(m, foo=1)),
+    "tokens beyond the vocabulary": ("are from 102 to 108", lambda m: run(m, IDS + 100)),
+    "tokens below 0": ("are from -98 to -92", lambda m: run(m, IDS - 100)),
+    "no token": ("the batch is empty", lambda m: run(m, IDS[:, :0])),
+    "positions of another length": ("position_ids", lambda m: run(m, position_ids=torch.arange(4))),
+    "a padding-free batch": (
+        "a padding-free batch has no cache",
+        lambda m: run(m, seq_idx=torch.tensor([[0, 0, 1, 1, 1]] * 2), use_cache=True),
+    ),
+    "states of an encoder": (
+        "(do not support|has no) .*encoder_hidden_states|encoder_hidden_states require a decoder",
+        lambda m: run(m, encoder_hidden_states=torch.randn(2, 4, 12)),
+    ),
+    "checkpoints": ("gradient checkpointing runs a layer twice", lambda m: train(m, use_cache=True)),
+    "cropping": ("cannot be cropped from 5 to 3", lambda m: filled(m).crop(3)),
+    "removing": ("cannot be cropped from 5 to 4", lambda m: filled(m).crop(-1)),
+    "two names": (
+        "Both `past_key_values` and `cache` are set",
+        lambda m: m.prepare_inputs_for_generation(IDS, cache=0, past_key_values=0),
+    ),
+}
+TRANSLATION = {
+    "no target": (SEQ2SEQ, "decoder_input_ids and decoder_inputs_embeds", lambda m: m(IDS)),
+    "two targets": (SEQ2SEQ, "exactly one", lambda m: run(m, decoder_inputs_embeds=zeros(2, 5, 4))),
+    "no token of a source": (
+        SEQ2SEQ, "2 sequences of length 0", lambda m: run(m, input_ids=IDS[:, :0], attention_mask=None),
+    ),
+    "no source": (SEQ2SEQ, "input_ids and inputs_embeds", lambda m: m(decoder_input_ids=IDS)),
+    "positions": (SEQ2SEQ, "`position_ids` is ambiguous", lambda m: run(m, position_ids=0 * IDS)),
+    "flat labels": (SEQ2SEQ, r"`labels` .* \[B, T\] of a target, got \[10\]", lambda m: m(IDS, labels=IDS.flatten())),
+    "one side": (SEQ2SEQ, "Model is an encoder or a decoder", lambda m: type(m.get_encoder())(m.config)),
+    "a side": (SEQ2SEQ, "requires a (Luna|Mega)Seq2SeqConfig", lambda m: type(m)(m.config.encoder_config)),
+    "a body": (SEQ2SEQ, "requires a (Luna|Mega)Seq2SeqConfig", lambda m: type(m.base_model)(m.config.encoder_config)),
+    "a mask of the source": (SEQ2SEQ, "^`attention_mask` has values", lambda m: run(m, attention_mask=2 * ones(2, 13))),
+    "a mask to generate": (
+        SEQ2SEQ, "^`attention_mask` has values", lambda m: m.generate(IDS, attention_mask=2 * ones(2, 5)),
+    ),
+    "a mask of the outputs": (
+        SEQ2SEQ, r"encoder_attention_mask .*\[2, 13\], got \[2, 12\]",
+        lambda m: m(encoder_outputs=encoded(m), attention_mask=ones(2, 12), decoder_input_ids=IDS),
+    ),
+    "another source": (
+        SEQ2SEQ, r"another source.*5|`packed_states` .* \[2, 5, 24\]",
+        lambda m: m(IDS, decoder_input_ids=IDS, cache=filled(m)),
+    ),
+    "a short tuple": (
+        ["luna seq2seq"], "LunaModelOutput .* got a tuple with 1 tensors",
+        lambda m: m(encoder_outputs=encoded(m).to_tuple()[:1], decoder_input_ids=IDS),
+    ),
+    "a longer source": (["luna seq2seq"], "45 exceeds the 6 ", lambda m: m(IDS.repeat(1, 9), decoder_input_ids=IDS)),
+    "a longer target": (["luna seq2seq"], "10 exceeds the 6 ", lambda m: m(IDS, decoder_input_ids=IDS.repeat(1, 2))),
+    "no P": (
+        ["luna seq2seq"], "`packed_states` is missing", lambda m: decode(m, encoder_hidden_states=zeros(1, 9, 24)),
+    ),
+    "only P": (["luna seq2seq"], "needs encoder_hidden_states", lambda m: decode(m, packed_states=zeros(1, 6, 24))),
+    "no states": (["mega seq2seq"], "needs encoder_hidden_states", decode),
+    "positions of a target": (["mega seq2seq"], "decoder_position_ids", lambda m: run(m, decoder_position_ids=IDS)),
+    **{f"states of the shape {shape}": (
+        ["mega seq2seq"], r"\[1, S, 12\]", lambda m, shape=shape: decode(m, encoder_hidden_states=zeros(*shape)))
+       for shape in ((2, 3, 12), (1, 3, 11), (1, 0, 12))},
+    "a source after the table": (
+        ["mega seq2seq"], "6 positions, got 10", lambda m: m(IDS.repeat(1, 2), decoder_input_ids=IDS),
+    ),
+    "a text after the table": (
+        ["mega seq2seq"], "max_length=32 requires 31 .* has 6", lambda m: m.generate(IDS, max_length=32),
+    ),
+    "rows of P": (
+        ["luna decoder"], r"`packed_states` must have the shape \[2, rows, 24\], got \[1, 3, 24\]",
+        lambda m: run(m, packed_states=zeros(1, 3, 24)),
+    ),
+    "a mask of P": (
+        ["luna decoder"], r"`packed_mask` must have the shape \[2, 3\] .* got \[2, 4\]",
+        lambda m: run(m, packed_states=zeros(2, 3, 24), packed_mask=ones(2, 4)),
+    ),
+    "a mask without P": (
+        ["luna decoder"], "`packed_states` is missing; pass it", lambda m: run(m, packed_mask=ones(2, 6)),
+    ),
+    "another P": (
+        ["luna decoder"], r"`packed_states` must have the shape \[2, 6, 24\], got",
+        lambda m: run(m, packed_states=zeros(2, 4, 24), cache=filled(m)),
+    ),
+    "weights of a step": (
+        ["mega decoder", "megalodon decoder"], "`output_attentions=True` requires a new cache",
+        lambda m: run(m, cache=filled(m), output_attentions=True),
+    ),
+}  # fmt: skip
+FIELDS = {  # of the models of these rows
+    "narrow embeddings": {"embedding_size": 16},
+    "a longer source": {"position_embedding_type": "learned", "max_position_embeddings": 6},
+    "a longer target": {"position_embedding_type": "learned", "max_target_positions": 6},
+    "a source after the table": {"relative_positional_bias": "simple", "max_positions": 6},
+    "a text after the table": {"relative_positional_bias": "simple", "max_positions": 24, "decoder_max_positions": 6},
+}
+ROWS = {f"{group}: {name}": row for group, rows in (
+    ("inputs", INPUTS), ("padding-free", PADDING_FREE), ("labels", LABELS), ("translation", TRANSLATION),
+    *((group, {name: (CAUSAL + SEQ2SEQ, *row) for name, row in rows.items()})
+      for group, rows in (("generate", GENERATE), ("forward", FORWARD))),
+) for name, row in rows.items()}  # fmt: skip
+
+
+def labels_of(model, wrong, more=0):
+    """Return the output for labels of which the second one is wrong; `more` is the number of further labels."""
+    head = type(model).__name__.split("For")[1]
+    if head in ("CausalLM", "ConditionalGeneration"):
+        return run(model, labels=torch.tensor([[3, wrong, 5, 6, 7]] * 2))
+    labels = torch.zeros(2 + more, 9, dtype=torch.long).index_fill(1, torch.tensor(1), wrong)
+    if head == "MultipleChoice":
+        labels = torch.tensor([0, wrong, *[0] * more])
+    return model(**luna.head_inputs(f"For{head}", [9, 4]), labels=labels)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
+@pytest.mark.parametrize("row", ROWS)
+def test_error(row):
+    names, message, action = ROWS[row]
+    fields = FIELDS.get(row.partition(": ")[2], {})
+    for name in names:
+        with pytest.raises(ValueError, match=message):
+            action(make(name, **fields))

@@ -1,0 +1,401 @@
+"""What only Luna has: P as an input, an output and a memory; layers with rows of P; the first token."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from luna_mega import LunaModel, read_segments
+from luna_mega.modeling_common.layout import DENSE
+from tests.modeling import decoders, luna, luna_decoders
+from tests.modeling.contract import CLASSES
+from tests.modeling.decoders import padded, source, target
+from tests.modeling.luna_decoders import make
+
+IDS = torch.tensor([[4, 5, 6, 7, 8, 9]])
+
+
+def plain(**fields):
+    return make(is_encoder_decoder=True, **fields)
+
+
+@torch.no_grad()
+def test_prefix_as_projection():
+    """`packed_states` replaces the learned P in every layer, also with a cache and in `generate`."""
+    model = make()
+    reader = LunaModel(make(is_encoder_decoder=True).config.encoder_config).double().eval()
+    read = reader(*padded([8, 3], 8, "right"))
+    prefix = {"packed_states": read.packed_last_hidden_state, "packed_mask": read.packed_mask}
+    ids, mask = padded([7, 3], 7, "left")
+    complete = model(ids, mask, **prefix).logits
+    assert (complete - model(ids, mask).logits).abs().max() > 0.01
+    first = model(ids[:, :4], mask[:, :4], **prefix, use_cache=True)
+    second = model(ids[:, 4:], mask, cache=first.cache)
+    cached = torch.cat([first.logits, second.logits], 1)
+    torch.testing.assert_close(cached[mask.bool()], complete[mask.bool()])
+    separate = model(ids[1:, 4:], packed_states=read.packed_last_hidden_state[1:, :3]).logits
+    torch.testing.assert_close(complete[1:, 4:], separate)
+    options = {"attention_mask": mask, "max_new_tokens": 6, "num_beams": 3, **prefix}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+
+
+@torch.no_grad()
+def test_weights_over_rows_of_p():
+    """Attention weights are the same in one call and with a cache; a masked row of P has no weight."""
+    model = make()
+    ids, mask = padded([7, 3], 7, "left")
+    prefix = {
+        "packed_states": torch.randn(2, 4, 24).double(),
+        "packed_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+    }
+    complete = model(ids, mask, **prefix, output_attentions=True)
+    torch.testing.assert_close(complete.logits, model(ids, mask, **prefix).logits)
+    first = model(ids[:, :4], mask[:, :4], **prefix, output_attentions=True, use_cache=True)
+    second = model(ids[:, 4:], mask, cache=first.cache, output_attentions=True)
+    for weights, *parts in zip(complete.attentions, first.attentions, second.attentions, strict=True):
+        assert weights.shape == (2, 4, 7, 4) and (weights[1, :, :, 2:] == 0).all()
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 7).double())
+        torch.testing.assert_close(
+            torch.cat(parts, dim=2)[mask[:, None].expand(2, 4, 7).bool()], weights[mask[:, None].expand(2, 4, 7).bool()]
+        )
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("selection", [True, 2, [-1], [0, -1], [1, 7], [-9]], ids=str)
+@pytest.mark.parametrize("name", ["luna Model", "luna decoder"])
+def test_selected_states_of_the_packed_sequence(name, selection):
+    """`output_hidden_states` selects the same layers in P as in the tokens."""
+    model = CLASSES[name].make()
+    everything = model(IDS, output_hidden_states=True)
+    output = model(IDS, output_hidden_states=selection)
+    kept = [[state is not None for state in output[name]] for name in ("hidden_states", "packed_hidden_states")]
+    count = len(everything.hidden_states)
+    indices = range(count) if selection is True else [selection] if isinstance(selection, int) else selection
+    expected = {index % count for index in indices if -count <= index < count}
+    assert kept == [[index in expected for index in range(count)]] * 2
+    for index in expected:
+        assert torch.equal(output.packed_hidden_states[index], everything.packed_hidden_states[index])
+
+
+@torch.no_grad()
+def test_cache_of_another_projection_length():
+    model, other = (make(projection_length=rows) for rows in (6, 4))
+    past = other(IDS, use_cache=True).cache
+    for cache in (past, copy.deepcopy(past), pickle.loads(pickle.dumps(past))):
+        with pytest.raises(ValueError, match="it has projection_length 4, not 6; pass a new cache"):
+            model(IDS, cache=cache)
+    assert model(IDS, cache=model(IDS, use_cache=True).cache).logits.isfinite().all()
+    # A P that is passed in may have any number of rows.
+    packed = torch.randn(1, 3, 24, dtype=torch.float64)
+    past = model(IDS, packed_states=packed, use_cache=True).cache
+    assert model(IDS, cache=past).logits.isfinite().all()
+
+
+@torch.no_grad()
+def test_packed_sequence_with_a_cache():
+    """The cache already contains P, so a new P is ignored, but it must equal the one that filled the cache."""
+    model, packed = make(), torch.randn(1, 3, 24, dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0]])
+    for given in ({"packed_states": packed}, {"packed_states": packed, "packed_mask": mask}):
+        past = model(IDS, **given, use_cache=True).cache
+        expected = model(IDS, cache=copy.deepcopy(past)).logits
+        assert torch.equal(model(IDS, **given, cache=copy.deepcopy(past)).logits, expected)
+        for shape in ((1, 4, 24), (2, 3, 24), (1, 3, 20), (3, 24)):
+            with pytest.raises(ValueError, match=r"`packed_states` must have the shape \[1, 3, 24\], got"):
+                model(IDS, packed_states=torch.zeros(shape), cache=copy.deepcopy(past))
+        with pytest.raises(ValueError, match=r"`packed_mask` must have the shape \[1, 3\] of P, got \[1, 4\]"):
+            model(IDS, packed_states=packed, packed_mask=torch.ones(1, 4), cache=copy.deepcopy(past))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pre_norm", [False, True])
+def test_recorded_states_of_luna(pre_norm):
+    model = plain(pre_norm=pre_norm, num_decoder_layers=3, num_decoder_pack_attention_heads=2)
+    inputs = source(model, 3) | target(model, padded([5, 4, 2], 5, "right")[0])
+    options = {f"output_{name}": True for name in ("hidden_states", "attentions", "packed_attentions")}
+    output = model(**inputs, **options)
+    torch.testing.assert_close(output.logits, model(**inputs).logits)
+    for states, layers, length in (
+        (output.encoder_hidden_states, 2, 13),
+        (output.decoder_hidden_states, 3, 5),
+        (output.encoder_packed_hidden_states, 2, 6),
+        (output.packed_hidden_states, 3, 6),
+    ):
+        assert [state.shape for state in states] == [(3, length, 24)] * (layers + 1)
+    assert torch.equal(output.packed_hidden_states[0], output.encoder_packed_hidden_states[-1])
+    for weights, layers, shape in (
+        (output.encoder_attentions, 2, (3, 4, 13, 6)),
+        (output.decoder_attentions, 3, (3, 4, 5, 6)),
+        (output.cross_attentions, 3, (3, 4, 5, 6)),
+        (output.cross_packed_attentions, 3, (3, 2, 6, 13)),
+    ):
+        assert [x.shape for x in weights] == [shape] * layers
+        assert shape[2] == 13 or all(torch.allclose(x.sum(-1), torch.ones_like(x.sum(-1))) for x in weights)
+
+
+@torch.no_grad()
+def test_positions_of_the_target_and_the_source_of_p():
+    """P depends only on the source, and positions of the target are counted without padding."""
+    model = plain()
+    ids, mask = padded([5, 3], 5, "left")
+    given = source(model, 2)
+    one, other = (model.luna(**given, **target(model, x)).packed_last_hidden_state for x in (ids, ids.flip(1)))
+    assert torch.equal(one, other)
+    inputs = given | target(model, ids, mask)
+    counted, expected = (mask.cumsum(1) - 1).clamp(min=0), model(**inputs).logits
+    assert torch.equal(model(**inputs, decoder_position_ids=counted).logits, expected)
+    assert not torch.allclose(model(**inputs, decoder_position_ids=counted + 1).logits, expected)
+
+
+def test_word_dropout_removes_complete_words():
+    fields = {"word_dropout": 0.5, "dropout": 0.0, "embedding_norm": False, "position_embedding_type": "none"}
+    embeddings = plain(**fields).train().get_encoder().embeddings
+    words, _ = embeddings(torch.ones(4, 50, 24).double(), DENSE, None, with_packed=False)
+    assert len(words.unique()) == 2
+    assert (words == words[..., :1]).all() and 0.3 < (words[..., 0] == 0).double().mean() < 0.7
+
+
+@pytest.mark.parametrize("pooling", ["cls", "packed_attention"])
+def test_dropping_the_first_token(pooling):
+    """`drop_first_token` gives the result of inputs without their first token, with padding on either side."""
+    model = luna.make("ForSequenceClassification", pooling=pooling, drop_first_token=True)
+    plain = luna.make("ForSequenceClassification", pooling=pooling)
+    lengths = [21, 2, 5]
+    for side in ("right", "left"):
+        inputs = luna.tokens(lengths, side, 30)
+        by_hand = {name: torch.zeros(3, 29, dtype=torch.long) for name in inputs}
+        for row, length in enumerate(lengths):
+            start = 30 - length + 1 if side == "left" else 1
+            for name, value in inputs.items():
+                by_hand[name][row, : length - 1] = value[row, start : start + length - 1]
+        got, types = model(**inputs).logits, torch.zeros_like(inputs["input_ids"])
+        torch.testing.assert_close(got, plain(**by_hand).logits, atol=1e-5, rtol=1e-5)
+        assert torch.equal(model(**inputs, token_type_ids=types).logits, got)  # as tokenizers of BERT return them
+
+
+@pytest.mark.parametrize("pooling", ["mean", "packed_mean"])
+def test_counting_padding_is_the_original_mean(pooling):
+    """With `pool_padding`, the mean includes padding: all positions, or all rows of P used by the longest text."""
+    model = luna.make("ForSequenceClassification", pooling=pooling, pool_padding=True)
+    inputs = luna.tokens([4, 2], width=5)
+    outputs = model.luna(**inputs)
+    states = outputs.last_hidden_state if pooling == "mean" else outputs.packed_last_hidden_state[:, :4]
+    torch.testing.assert_close(model(**inputs).logits, model.classifier(states.mean(dim=1)))
+
+
+TYPES = {"type_vocab_size": 3, "embedding_size": 10}
+
+
+def typed(inputs):
+    ids = inputs["input_ids"]
+    return inputs | {"token_type_ids": ((ids * 7) % 3).masked_fill(inputs["attention_mask"] == 0, 9)}
+
+
+def test_dropped_first_tokens_lose_their_types():
+    model = luna.make("ForSequenceClassification", **TYPES, drop_first_token=True)
+    inputs = typed(luna.tokens([9, 4], "left"))
+    keep = torch.ones(2, 9, dtype=torch.bool)
+    keep[[0, 1], [0, 5]] = False  # the first tokens of both texts
+    model.config.drop_first_token = False
+    cut = {name: value[keep].view(2, 8) for name, value in inputs.items()}
+    expected = model(**cut).logits
+    model.config.drop_first_token = True
+    torch.testing.assert_close(model(**inputs).logits, expected)
+
+
+def test_layerdrop():
+    model = luna.make("Model", layerdrop=0.9, num_hidden_layers=8, **luna.NO_DROPOUT)
+    inputs = luna.tokens([9])
+    assert torch.equal(*(model(**inputs).last_hidden_state for _ in range(2)))
+    model.train()
+    torch.manual_seed(0)
+    lengths = {len(model(**inputs, output_hidden_states=True).packed_hidden_states) for _ in range(20)}
+    assert min(lengths) < 4 and max(lengths) < 9
+
+
+FIXED = {"dynamic_projection_length": False}
+
+
+def last(model, *args, **options):
+    """Return P after the last segment."""
+    *_, output = read_segments(model, *args, **options)
+    return output.packed_last_hidden_state
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", ["tied", "sinusoidal", "pre-norm", "shared layers"])
+def test_a_document_does_not_depend_on_its_batch(variant):
+    """P of a document depends neither on longer rows of the batch nor on right padding."""
+    model = luna.make("Model", **luna.VARIANTS[variant] | FIXED).double()
+    lengths = [23, 9, 16]
+    ids, mask = padded(lengths, 23, "right")
+    together = list(read_segments(model, ids, mask, segment_length=8))
+    assert [output.last_hidden_state.shape[1] for output in together] == [8, 8, 7]
+    for row, length in enumerate(lengths):
+        separate = list(read_segments(model, ids[row : row + 1, :length], segment_length=8))
+        memory = together[-1].packed_last_hidden_state[row]
+        torch.testing.assert_close(memory, separate[-1].packed_last_hidden_state[0])
+        for complete, part in zip(together, separate, strict=False):
+            kept = part.last_hidden_state.shape[1]
+            torch.testing.assert_close(complete.last_hidden_state[row, :kept], part.last_hidden_state[0])
+
+
+@torch.no_grad()
+def test_in_two_calls():
+    model = luna.make("Model", **FIXED)
+    ids, _ = padded([24, 24], 24, "right")
+    memory = last(model, ids[:, :16], segment_length=8)
+    torch.testing.assert_close(
+        last(model, ids[:, 16:], segment_length=8, packed_states=memory), last(model, ids, segment_length=8)
+    )
+
+
+@pytest.mark.parametrize(("segments", "reached"), [(None, [0, 1, 2, 3]), (1, [3]), (2, [2, 3]), (3, [3])])
+def test_gradient_reaches_the_chosen_segments(segments, reached):
+    model = luna.make("Model", **FIXED)
+    ids = torch.arange(4, 20).view(1, 16)  # all tokens differ, so that gradients identify their positions
+    last(model, ids, segment_length=4, gradient_segments=segments).square().sum().backward()
+    moved = model.get_input_embeddings().weight.grad[4:20].abs().sum(dim=1).view(4, 4) > 0
+    assert moved.all(dim=1).nonzero().flatten().tolist() == reached
+    assert moved.any(dim=1).nonzero().flatten().tolist() == reached
+
+
+def test_errors_of_segments():
+    ids = torch.randint(4, 40, (2, 9))
+    with pytest.raises(ValueError, match="dynamic_projection_length=False"):
+        last(luna.make("Model"), ids, segment_length=4)
+    model = luna.make("Model", **FIXED)
+    with pytest.raises(ValueError, match="`segment_length` must be at least 1, got 0"):
+        last(model, ids, segment_length=0)
+    with pytest.raises(ValueError, match="`gradient_segments` must be at least 1, got -1"):
+        last(model, ids, segment_length=4, gradient_segments=-1)
+    with pytest.raises(ValueError, match="padding_side='right'"):
+        last(model, *padded([9, 5], 9, "left"), segment_length=4)
+    with pytest.raises(ValueError, match=r"`packed_states` must have the shape \[2, rows, 24\]"):
+        last(model, ids, segment_length=4, packed_states=torch.zeros(1, 6, 24))
+
+
+DEPTH = 4
+OWN_ROWS = {"contextual_projection": False, "num_hidden_layers": DEPTH}
+DEEP = {
+    "decoder": lambda: luna_decoders.make(num_hidden_layers=DEPTH, eos_token_id=None),
+    "encoder": lambda: luna.make("ForMaskedLM", **OWN_ROWS).double(),
+    "encoder, pooled P": lambda: luna.make("ForSequenceClassification", pooling="packed_mean", **OWN_ROWS).double(),
+    "encoder, shared layers": lambda: luna.make("ForMaskedLM", share_layers=True, **OWN_ROWS).double(),
+    "model": lambda: luna.make("Model", **OWN_ROWS).double(),
+    "encoder-decoder": lambda: luna_decoders.make(is_encoder_decoder=True, num_decoder_layers=2, **OWN_ROWS),
+    "Mega": lambda: decoders.FAMILIES["mega"].make(num_hidden_layers=DEPTH),
+    "Megalodon": lambda: decoders.FAMILIES["megalodon"].make(num_hidden_layers=DEPTH),
+}
+CHOICES = {"fewer": [0, 3], "reordered": [2, 0, 3, 1], "repeated": [1, 1, 0, 3, 2], "one": [3]}
+
+
+def body(model):
+    """Return the base model that has the layers, and the module that contains their list."""
+    found = model.base_model
+    found = found.encoder if model.config.is_encoder_decoder else found
+    return found, getattr(found, "decoder" if found.config.is_decoder else "encoder", found)
+
+
+def keep_layers(model, chosen):
+    """Keep only the chosen layers of a model, as a user would do."""
+    found, stack = body(model)
+    if not model.config.to_dict().get("share_layers"):
+        stack.layers = torch.nn.ModuleList(copy.deepcopy(stack.layers[index]) for index in chosen)
+    for config in {id(x.config): x.config for x in (model, found)}.values():
+        config.num_hidden_layers = len(chosen)
+    return model
+
+
+def expected(model, chosen):
+    """Return a new model with the weights of these layers and their rows of P."""
+    model = keep_layers(copy.deepcopy(model), chosen)
+    found, _ = body(model)
+    weights = model.state_dict()
+    for name in [name for name in weights if name.endswith("packed_embeddings")]:
+        weights[name] = weights[name][[*range(len(chosen))] if found.config.share_layers else chosen]
+    new = type(model)(copy.deepcopy(model.config)).double().eval()
+    new.load_state_dict(weights)
+    return new
+
+
+def outputs(model):
+    ids, mask = decoders.padded([9, 4], 11, "right")
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids
+    return model(**inputs, output_hidden_states=True)
+
+
+def check_equal(model, reference):
+    actual, wanted = outputs(model), outputs(reference)
+    for name in ("logits", "last_hidden_state", "packed_hidden_states", "encoder_packed_hidden_states"):
+        if wanted.get(name) is not None:
+            torch.testing.assert_close(actual[name], wanted[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+# Choice of layers, and whether weights are passed to `save_pretrained`, as Trainer does.
+KEPT = [
+    ("decoder", "repeated", False),
+    ("encoder", "reordered", True),
+    ("encoder, pooled P", "repeated", True),
+    ("encoder, shared layers", "fewer", False),
+    ("model", "one", True),
+    ("encoder-decoder", "repeated", False),
+    ("Mega", "reordered", False),
+    ("Megalodon", "repeated", True),
+]
+
+
+@pytest.mark.parametrize(("name", "choice", "as_trainer"), KEPT)
+def test_outputs_and_folder_of_chosen_layers(name, choice, as_trainer, tmp_path):
+    model, chosen = DEEP[name](), CHOICES[choice]
+    reference = expected(model, chosen)
+    keep_layers(model, chosen)
+    check_equal(copy.deepcopy(model), reference)
+    before = {key: value.shape for key, value in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=model.state_dict() if as_trainer else None)
+    assert {key: value.shape for key, value in model.state_dict().items()} == before
+    check_equal(model, reference)
+    loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values())
+    check_equal(loaded.double().eval(), reference)
+
+
+@pytest.mark.parametrize(("name", "choice"), [("decoder", "repeated"), ("Mega", "fewer"), ("Megalodon", "repeated")])
+def test_cache_of_repeated_layers(name, choice):
+    """Two layers with the same weights, and therefore the same `layer_idx`, have separate caches."""
+    model = keep_layers(DEEP[name](), CHOICES[choice])
+    ids, _ = decoders.padded([12, 12], 12, "right")
+    at_once, cache, steps = model(ids, use_cache=False).logits, None, []
+    for part in ids.split([5, 1, 1, 5], dim=1):
+        output = model(part, cache=cache, use_cache=True)
+        cache, steps = output.cache, [*steps, output.logits]
+    torch.testing.assert_close(torch.cat(steps, dim=1), at_once)
+    prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(model.generate(**prompt, use_cache=True), model.generate(**prompt, use_cache=False))
+
+
+@pytest.mark.parametrize("name", ["decoder", "encoder"])
+def test_gradients_of_rows_of_p(name):
+    """Only the used rows of P get gradients, and checkpointing does not change them."""
+    gradients = []
+    for again in (False, True):
+        model = keep_layers(DEEP[name](), CHOICES["fewer"]).train()
+        if again:
+            model.gradient_checkpointing_enable()
+        logits = model(torch.arange(4, 16)[None], **({"use_cache": False} if name == "decoder" else {})).logits
+        logits.square().sum().backward()
+        gradients.append(body(model)[0].embeddings.packed_embeddings.grad)
+    assert [bool(rows.any()) for rows in gradients[0]] == [True, False, False, True]
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_packed_states_replace_every_row():
+    model = keep_layers(luna.make("Model", **OWN_ROWS), CHOICES["fewer"])
+    given = torch.randn(2, 6, 24)
+    results = [model(torch.full((2, 8), 5), packed_states=given).last_hidden_state]
+    model.embeddings.packed_embeddings.data.fill_(torch.nan)
+    results.append(model(torch.full((2, 8), 5), packed_states=given).last_hidden_state)
+    assert torch.equal(*results) and results[0].isfinite().all()
