@@ -1,4 +1,4 @@
-"""Every op on Triton has the results of separate calls in varlen batches, segments and steps, and with masked positions."""
+"""Every op on Triton has the results of separate calls in varlen batches, segments and steps, and with masks."""
 
 import math
 

@@ -33,7 +33,7 @@ def form(request, monkeypatch):
 
 @pytest.fixture(params=["fft", "chunks", "export", NATIVE])
 def any_form(request, monkeypatch):
-    """Run the test as `torch_form`, and with the C library; return the name."""
+    """Run the test with each algorithm of the torch backend, and with the C library; return the name."""
     choose_form(request.param, monkeypatch)
     with use_backend("native" if request.param == "native" else "torch"):
         yield request.param
