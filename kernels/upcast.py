@@ -24,5 +24,7 @@ def as_complex(pairs: Tensor) -> Tensor:
     """Return real pairs `[..., 2]` as complex numbers, without a copy if their place in the storage allows that."""
     if not is_eager():  # neither place nor strides are known
         return torch.complex(*pairs.unbind(-1))
-    pairs = pairs.contiguous()
-    return torch.view_as_complex(pairs.clone() if pairs.storage_offset() % 2 else pairs)
+    pairs = pairs.contiguous()  # does not change the strides of an empty tensor
+    if pairs.storage_offset() % 2 or pairs.stride(-1) != 1:
+        pairs = pairs.clone(memory_format=torch.contiguous_format)
+    return torch.view_as_complex(pairs)

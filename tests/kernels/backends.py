@@ -1,7 +1,13 @@
-"""Backends of tests: the fixture `device` prepares the backend that the parameter `backend` names."""
+"""Backends of tests, the sizes of their blocks, and instruction sets.
+
+The fixture `device` prepares the backend that the parameter `backend` names.
+"""
 
 import itertools
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 
 import pytest
 
@@ -12,6 +18,48 @@ needs_library = pytest.mark.skipif(native.missing() is not None, reason=f"{nativ
 NATIVE = pytest.param("native", marks=needs_library)
 TRITON = pytest.param("triton", marks=pytest.mark.triton)
 SLOW_TRITON = pytest.param("triton", marks=(pytest.mark.triton, pytest.mark.slow))
+
+LEVELS = {"base": 0, "avx2": 1, "avx512": 2}
+# Sizes of the blocks of the implementations, which are internal: small ones, and others.
+BLOCKS = {
+    "moving_average.torch_backend": {"MANY_POSITIONS": (0, 1 << 60), "BLOCK": (2, 2), "LEAST_CHANNELS": (1, 1)},
+    "moving_average.export": {"GROUP": (1, 4)},
+    "luna_causal_attention.torch_backend": {"CHUNK": (8, 3), "BLOCK_TOKENS": (1, 1 << 60)},
+    "gated_attention.torch_backend": {
+        "BLOCK_ROWS": (3, 256), "BLOCK_SCORES_CPU": (60, 1 << 60), "KEPT": (0.0, math.inf),
+    },
+    "timestep_norm.torch_passes": {"BLOCK": (80, 1 << 40)},
+}  # fmt: skip
+TRITON_BLOCKS = {
+    "moving_average.triton_plan": {"SHORTEST_CHUNK": (8, 1 << 20)},
+    "luna_causal_attention.triton_forward": {"MIN_SEGMENT": (16, 1 << 20)},
+    "timestep_norm.triton_kernels": {"TILE": (32, 64), "TILES": (2, 1), "BLOCK_T": (8, 8)},
+}
+
+
+def shrink_blocks(patch: pytest.MonkeyPatch, blocks: str, triton: bool = False) -> None:
+    """Set the sizes of blocks: "small", "other" or "default"."""
+    if blocks == "default":
+        return
+    for name, sizes in (TRITON_BLOCKS if triton else BLOCKS).items():
+        module = import_module(f"luna_mega.kernels.{name}")
+        for constant, values in sizes.items():
+            patch.setattr(module, constant, values[blocks == "other"])
+    if triton:
+        plan = import_module("luna_mega.kernels.moving_average.triton_plan")
+        patch.setattr(plan, "CONFIGURATIONS", (plan.Configuration(1 << 20, 8),))
+
+
+@contextmanager
+def instructions(level: str) -> Iterator[None]:
+    """Run the C library with one of `LEVELS`; skip the test if the processor does not have these instructions."""
+    if native.library.moving_average_level(LEVELS[level]) != LEVELS[level]:
+        native.library.moving_average_level(-1)
+        pytest.skip("the processor does not have these instructions")
+    try:
+        yield
+    finally:
+        native.library.moving_average_level(-1)
 
 
 def on_triton(*values: object, slow: bool = True, exhaustive: bool = False) -> object:

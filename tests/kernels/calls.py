@@ -1,20 +1,28 @@
-"""Calls of every op, for checks on a GPU, of fakes, edges and derivatives.
+"""The table of calls: how to make the inputs of every operator, the call, its definition, and what it supports.
+
+`OPERATORS` has one row per operator, for the contract (`contract.py`). `CALLS` are fixed calls, for checks on a GPU, of
+fakes, programs and derivatives.
 
     PYTHONPATH=. compute-sanitizer --tool memcheck python tests/kernels/calls.py
 
-runs each call once on the GPU, with few tokens.
+runs each of them once on the GPU, with few tokens.
 """
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from luna_mega.kernels import api
+from tests.kernels import loops
 
+# Tensors of tokens `[B, T, ...]`, of states, and all that have one row per sequence if sequences are varlen.
+TOKENS = {"query", "context", "value", "x", "pack_key", "key"}
+STATES = {"state", "key_mean", "value_mean", "mean", "variance"}
+OF_SEQUENCES = {"rows", "pack_query", "pack_mask", "count", *STATES}
 # These tensors are never narrower than float32.
-WIDE = {"bias", "state", "key_mean", "value_mean", "mean", "variance"}
+WIDE = {"bias", *STATES}
 
 
 class Sizes(NamedTuple):
@@ -32,11 +40,16 @@ class Sizes(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of an op: float64 tensors that are exact in bfloat16, and a function of the tensors and of options."""
+    """A call of an op: float64 tensors that are exact in bfloat16, a function of these and of options, its definition.
+
+    Both functions return the output and the tensors of the state. The definition also supports a `mask`, a `pack_mask`
+    and a `count`, but no other options.
+    """
 
     leaves: dict[str, torch.Tensor]
     run: Callable[..., tuple[torch.Tensor, ...]]
     gradients: bool = True
+    loop: Callable[..., tuple[torch.Tensor, ...]] | None = None
 
 
 def calls(n: int, toy: bool) -> Iterator[tuple[str, Callable[[], Call]]]:
@@ -98,39 +111,59 @@ def _luna(s, op="luna_attention", masked=False, tied=False, padding_free=False, 
     leaves = _randoms(**{name: (batch, length, *rest) for name, length in lengths.items()})
     used = {"luna_pack": ("rows", "context", "value"), "luna_unpack": ("query", "rows")}.get(op, leaves)
 
-    def run(query=None, rows=None, context=None, value=None, **options):
+    def run(query=None, rows=None, context=None, value=None, pack_mask=None, **options):
         value = context if value is None else value
         tokens = query if context is None else context
-        options = {"cu_seqlens": None} | options | _rows(tokens, masked, padding_free)
+        options = {"cu_seqlens": None} | _rows(tokens, masked, padding_free) | options
         mask = options.pop("mask", None)
         rows = rows.expand(2, -1, -1, -1) if padding_free else rows
         if op == "luna_pack":
             return (api.luna_pack(rows, context, value, mask, **options),)
         if op == "luna_unpack":
-            return (api.luna_unpack(query, rows, rows if tied else rows / 2, **options),)
-        return api.luna_attention(query, rows, context, value, lambda y: (y, y), context_mask=mask, **options)
+            return (api.luna_unpack(query, rows, rows if tied else rows / 2, pack_mask, **options),)
+        options |= {"context_mask": mask, "pack_mask": pack_mask}
+        return api.luna_attention(query, rows, context, value, lambda y: (y, y), **options)
 
-    return Call({name: leaves[name] for name in used if name in leaves}, run)
+    def loop(query=None, rows=None, context=None, value=None, mask=None, pack_mask=None):
+        if op == "luna_unpack":
+            return (loops.attention(query, rows, rows if tied else rows / 2, pack_mask),)
+        packed = loops.attention(rows, context, context if value is None else value, mask)
+        return (packed,) if op == "luna_pack" else (loops.attention(query, packed, packed, pack_mask), packed)
+
+    return Call({name: leaves[name] for name in used if name in leaves}, run, loop=loop)
 
 
-def _causal(s, rows=None, step=False, masked=False, stateful=False, activation="softplus"):
+def _causal(s, rows=None, step=False, masked=False, stateful=False, tied=True, activation="softplus"):
     rows = rows if rows and (rows > 64 or s.size > 16) else s.rows
     length = () if step else (s.length,)
     shapes = {"query": (s.batch, *length, s.heads, s.size), "pack_query": (s.batch, rows, s.heads, s.size)}
     shapes |= dict.fromkeys(("pack_key", "context"), shapes["query"])
+    shapes |= {} if tied else {"value": (s.batch, *length, s.heads, s.size + 1)}
     leaves = _randoms(**shapes)
     if stateful:
-        means = _randoms(key_mean=(s.batch, s.heads, s.size, rows), value_mean=(s.batch, s.heads, rows, s.size))
+        width = s.size if tied else s.size + 1
+        means = _randoms(key_mean=(s.batch, s.heads, s.size, rows), value_mean=(s.batch, s.heads, rows, width))
         leaves |= {name: mean.abs() for name, mean in means.items()}
     op = api.luna_causal_attention_step if step else api.luna_causal_attention
 
-    def run(query, pack_query, pack_key, context, key_mean=None, value_mean=None, **options):
-        state = api.LunaCausalState(key_mean, value_mean, _count(key_mean)) if stateful else None
-        options |= {} if step else {"return_state": True} | _rows(query, masked)
-        output, state = op(query, pack_query, pack_key, context, context, state=state, activation=activation, **options)
+    def run(query, pack_query, pack_key, context, value=None, key_mean=None, value_mean=None, count=None, **options):
+        state = None
+        if key_mean is not None:
+            state = api.LunaCausalState(key_mean, value_mean, _count(key_mean) if count is None else count)
+        options = ({} if step else {"return_state": True} | _rows(query, masked)) | options
+        value = context if value is None else value
+        output, state = op(query, pack_query, pack_key, context, value, state=state, activation=activation, **options)
         return output, state.key_mean, state.value_mean
 
-    return Call(leaves, run, gradients=not step)
+    def loop(query, pack_query, pack_key, context, value=None, key_mean=None, count=None, **rest):
+        tokens = [x[:, None] if step else x for x in (query, pack_key, context, context if value is None else value)]
+        if key_mean is not None:
+            rest |= {"key_mean": key_mean, "count": _count(key_mean) if count is None else count}
+        rest["mask"] = rest["mask"][:, None] if step and rest.get("mask") is not None else rest.get("mask")
+        output, *means = loops.luna_causal_attention(tokens[0], pack_query, *tokens[1:], activation, **rest)[:3]
+        return output[:, 0] if step else output, *means
+
+    return Call(leaves, run, gradients=not step, loop=loop)
 
 
 def _parameters(s, kind, rows):
@@ -154,16 +187,26 @@ def _average(s, kind, step=False, directions=1, masked=False, stateful=False, pa
     leaves |= _parameters(s, kind, directions * s.channels)
     pair = () if kind in ("damped_ema", "diagonal_ssm real") else (2,)
     leaves |= _randoms(state=(batch, s.channels, s.states, *pair)) if stateful or step else {}
-    op = getattr(api, kind.partition(" ")[0] + ("_step" if step else ""))
+    name = kind.partition(" ")[0]
+    op, no_phase = getattr(api, name + ("_step" if step else "")), {"phase": None} if "real" in kind else {}
 
     def run(x, state=None, **rest):
-        rest |= fixed | ({"phase": None} if kind == "diagonal_ssm real" else {})
+        rest = fixed | no_phase | rest
         if step:
             return op(x, state, **rest)
-        rest |= _rows(x, masked, padding_free)
+        rest = _rows(x, masked, padding_free) | rest
         return _tuple(op(x, initial_state=state, **({"return_state": stateful} | rest)))
 
-    return Call(leaves, run, gradients=not step)
+    def loop(x, state=None, mask=None, **rest):
+        rest |= {name: value or None for name, value in fixed.items()}
+        x = x[:, None] if step else x
+        output, after = getattr(loops, name)(x, mask=None if step else mask, state=state, **rest)
+        if not step:
+            return output, after
+        kept = torch.ones(len(x), dtype=torch.bool) if mask is None else mask
+        return output[:, 0], torch.where(kept.view(-1, *[1] * (after.dim() - 1)), after, state)
+
+    return Call(leaves, run, gradients=not step, loop=loop)
 
 
 def _norm(s, step=False, masked=False, stateful=False):
@@ -172,16 +215,25 @@ def _norm(s, step=False, masked=False, stateful=False):
         leaves |= _randoms(mean=(s.batch, s.groups), variance=(s.batch, s.groups))
         leaves["variance"] = (leaves["variance"].abs() + 1).bfloat16().double()
 
-    def run(x, weight, bias, mean=None, variance=None, **options):
-        state = api.TimestepNormState(_count(mean), mean, variance) if stateful else None
+    def run(x, weight=None, bias=None, mean=None, variance=None, count=None, **options):
+        state = None
+        if mean is not None:
+            state = api.TimestepNormState(_count(mean) if count is None else count, mean, variance)
         if step:
             output, state = api.timestep_norm_step(x, state, s.groups, weight, bias, **options)
             return output, state.mean, state.variance
-        options |= {"initial_state": state, "return_state": True} | _rows(x, masked)
+        options = {"initial_state": state, "return_state": True} | _rows(x, masked) | options
         output, state = api.timestep_norm(x, s.groups, weight, bias, **options)
         return output, state.mean, state.variance
 
-    return Call(leaves, run)
+    def loop(x, weight=None, bias=None, mean=None, count=None, mask=None, **rest):
+        if mean is not None:
+            rest |= {"mean": mean, "count": _count(mean) if count is None else count}
+        x, mask = x[:, None] if step else x, mask[:, None] if step and mask is not None else mask
+        output, _, *statistics = loops.timestep_norm(x, s.groups, weight, bias, mask, **rest)
+        return output[:, 0] if step else output, *statistics
+
+    return Call(leaves, run, loop=loop)
 
 
 def _gated(s, step=False, chunk=None, masked=False, padding_free=False, row_offset=None, **fixed):
@@ -194,13 +246,86 @@ def _gated(s, step=False, chunk=None, masked=False, padding_free=False, row_offs
 
     def run(query, **rest):
         key = rest["key"]
-        rest |= fixed | {"chunk_size": chunk} | _rows(key, masked, padding_free)
+        rest = fixed | {"chunk_size": chunk} | _rows(key, masked, padding_free) | rest
         if row_offset is not None:
             rest["mask"] = torch.arange(key.shape[1], device=key.device).expand(key.shape[0], -1) >= row_offset
             rest["row_offset"] = torch.full((key.shape[0],), row_offset, device=key.device)
         return (op(query, **rest),)
 
-    return Call(leaves, run, gradients=not step)
+    def loop(query, **rest):
+        rest = fixed | {"chunk_size": chunk} | rest
+        if step:
+            rest |= {"causal": True, "offset": rest["key"].shape[1] - 1}
+        output = loops.gated_attention(query[:, None] if step else query, **rest)[0]
+        return (output[:, 0] if step else output,)
+
+    return Call(leaves, run, gradients=not step, loop=loop)
+
+
+class Operator(NamedTuple):
+    """What an operator supports.
+
+    Args:
+        make: function of `Sizes`, of options and of `stateful`, which returns a call.
+        choices: options that change what the operator computes, and their values, the simplest one first.
+        layouts: how sequences may be stored (`contract.py`).
+        stateful: whether calls may have a state.
+        optional: leaves that may be omitted.
+        options: further tensors of calls.
+    """
+
+    make: Callable[..., Call]
+    choices: dict[str, tuple[Any, ...]] = {}
+    layouts: tuple[str, ...] = ("dense", "mask", "varlen")
+    stateful: bool = False
+    optional: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+
+
+LUNA = {"tied": (False, True)}
+BOTH = {"directions": (1, 2)}
+GATED = {"function": ("softmax", "laplace", "relu2"), "chunk": (None, 8, 5), "causal": (False, True)}
+STEP = {"layouts": ("dense", "mask"), "optional": ("skip",)}
+OPERATORS = {
+    "luna_pack": Operator(partial(_luna, op="luna_pack"), LUNA),
+    "luna_unpack": Operator(
+        partial(_luna, op="luna_unpack"), LUNA, layouts=("dense", "varlen"), options=("pack_mask",)
+    ),
+    "luna_attention": Operator(_luna, LUNA, options=("pack_mask",)),
+    "luna_causal_attention": Operator(
+        _causal, {"activation": ("softplus", "elu"), "tied": (True, False)}, stateful=True, options=("pack_mask",)
+    ),
+    "luna_causal_attention_step": Operator(
+        partial(_causal, step=True), {"activation": ("softplus", "elu"), "tied": (True, False)}, ("dense", "mask"),
+        stateful=True, options=("pack_mask",),
+    ),
+    "damped_ema": Operator(
+        partial(_average, kind="damped_ema"), BOTH | {"shift": (False, True), "truncation": (None, 5)},
+        ("dense", "mask", "varlen", "lengths"), stateful=True, optional=("skip",),
+    ),
+    "complex_ema": Operator(
+        partial(_average, kind="complex_ema"), {}, ("dense", "mask", "varlen", "lengths"), True, ("skip",)
+    ),
+    "diagonal_ssm": Operator(
+        partial(_average, kind="diagonal_ssm"), BOTH, ("dense", "mask", "varlen", "lengths"), True, ("skip",)
+    ),
+    "diagonal_ssm real": Operator(
+        partial(_average, kind="diagonal_ssm real"), BOTH, ("dense", "mask", "varlen", "lengths"), True, ("skip",)
+    ),
+    "damped_ema_step": Operator(partial(_average, kind="damped_ema", step=True), **STEP),
+    "complex_ema_step": Operator(partial(_average, kind="complex_ema", step=True), **STEP),
+    "diagonal_ssm_step": Operator(partial(_average, kind="diagonal_ssm", step=True), **STEP),
+    "diagonal_ssm_step real": Operator(partial(_average, kind="diagonal_ssm real", step=True), **STEP),
+    "timestep_norm": Operator(_norm, stateful=True, optional=("weight", "bias")),
+    "timestep_norm_step": Operator(
+        partial(_norm, step=True), {}, ("dense", "mask"), stateful=True, optional=("weight", "bias")
+    ),
+    "gated_attention": Operator(_gated, GATED, ("dense", "mask", "varlen", "left"), optional=("bias",)),
+    "gated_attention_step": Operator(
+        partial(_gated, step=True), {"function": GATED["function"], "chunk": GATED["chunk"]}, ("dense", "mask"),
+        optional=("bias",),
+    ),
+}  # fmt: skip
 
 
 # The first call of each op of `GPU_CALLS` is captured and compiled.

@@ -4,8 +4,6 @@ import copy
 
 import torch
 
-from tests.kernels.errors import relative_error
-
 MASKS = ["none", "some", "all of one row"]
 
 
@@ -65,10 +63,3 @@ def random_mask(masking, batch, length, generator):
     if masking == "all of one row":
         mask[-1] = False
     return mask
-
-
-def assert_same(actual, expected, bound=1e-12):
-    """Check that the error of every tensor and of each of its rows is at most `bound`."""
-    for index, (a, b) in enumerate(zip(actual, expected, strict=True)):
-        assert a.shape == b.shape
-        assert relative_error(a, b.double()) <= bound, f"tensor {index}: {relative_error(a, b.double()):.1e}"

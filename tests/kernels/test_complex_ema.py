@@ -1,45 +1,13 @@
-"""`complex_ema`: the reference against plain Python and numerical gradients, coefficients, invalid arguments."""
-
-import cmath
-import math
+"""`complex_ema`: without a phase it is `damped_ema`; invalid arguments."""
 
 import pytest
 import torch
 
 from luna_mega.kernels.api import complex_ema, complex_ema_step, damped_ema
-from tests.kernels.averages import COMPLEX, Inputs
-from tests.kernels.leaves import MASKS, assert_same
+from tests.kernels.averages import Inputs
+from tests.kernels.comparisons import assert_same
 
 NAMES = ("x", "input_logit", "damping_logit", "phase_logit", "projection", "skip")
-
-
-@pytest.mark.parametrize("kind", COMPLEX)
-@pytest.mark.parametrize("masking", MASKS)
-def test_reference_is_the_recurrence(kind, masking):
-    """The reference equals the equations evaluated with Python numbers."""
-    inputs = Inputs(7, kind, masking, channels=2)
-    x, alpha, delta, theta, gamma, omega, *initial = (leaf.tolist() for leaf in inputs.leaves)
-    count = len(alpha[0])
-    output, state = torch.empty(2, 7, 2, dtype=torch.float64), torch.empty(2, 2, count, 2, dtype=torch.float64)
-    for b in range(2):
-        for d in range(2):
-            p = [1 / (1 + math.exp(-a)) for a in alpha[d]]
-            angle = 2 * math.pi / count / (1 + math.exp(-theta[d]))
-            q = [(1 - p[n] / (1 + math.exp(-delta[d][n]))) * cmath.exp(1j * (n + 1) * angle) for n in range(count)]
-            h = [complex(*pair) for pair in initial[0][b][d]] if initial else [0j] * count
-            for t in range(7):
-                kept = x[b][t][d] if inputs.mask is None or inputs.mask[b, t] else 0.0
-                h = [q[n] * h[n] + p[n] * kept for n in range(count)]
-                y = sum(complex(*gamma[d][n]) * h[n] for n in range(count)) / math.sqrt(count)
-                output[b, t, d] = y.real + omega[d] * kept
-            state[b, d] = torch.view_as_real(torch.tensor(h, dtype=torch.complex128))
-    actual = inputs.call(*inputs.leaves, backend="reference")
-    assert_same(actual if initial else [actual], [output, state] if initial else [output])
-
-
-def test_reference_gradients():
-    inputs = Inputs(4, "complex states", "some", channels=2, states=2)
-    assert torch.autograd.gradcheck(lambda *leaves: inputs.call(*leaves, backend="reference"), inputs.leaves)
 
 
 def test_without_a_phase_it_is_the_damped_average():

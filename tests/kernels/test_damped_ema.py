@@ -1,4 +1,4 @@
-"""`damped_ema`: the reference against loops, truncated states, the choice of an algorithm, invalid arguments."""
+"""`damped_ema`: exact decays, truncated states, the choice of an algorithm, invalid arguments."""
 
 import decimal
 import math
@@ -8,13 +8,7 @@ import torch
 
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step
 from luna_mega.kernels.moving_average import reference, torch_backend
-from tests.kernels.averages import DAMPED, Inputs
-from tests.kernels.leaves import MASKS, assert_same
-
-
-def with_truncation(*lengths):
-    """Return cases (kind, truncation); averages with an initial state are never truncated."""
-    return [(kind, length) for kind in DAMPED for length in (None, *lengths) if kind != "states" or length is None]
+from tests.kernels.averages import Inputs
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -33,89 +27,8 @@ def test_log_decay_is_exact_and_finite(dtype):
                 assert log_q == pytest.approx(exact, rel=4 * torch.finfo(dtype).eps, abs=torch.finfo(dtype).tiny)
 
 
-def naive(inputs, truncation=None):
-    """Return the output and the final state, computed with the recurrence over Python numbers."""
-    leaves = [leaf.tolist() for leaf in inputs.leaves]
-    x, u, v, beta, eta = leaves[:5]
-    initial = leaves[-1] if inputs.states else None
-    batch, length, channels = inputs.leaves[0].shape
-    count = len(u[0])
-    output, state = (torch.empty(batch, n, channels, dtype=torch.float64) for n in (length, count))
-    state = state.mT
-
-    def average(row, series, first):
-        """Return the average at the last position and the final states; the states start from `first`."""
-        p = [1 / (1 + math.exp(-logit)) for logit in u[row]]
-        q = [1 - p[n] / (1 + math.exp(-v[row][n])) for n in range(count)]
-        h = list(first)
-        for value in series:
-            h = [q[n] * h[n] + p[n] * beta[row][n] * value for n in range(count)]
-        return sum(h[n] * eta[row][n] for n in range(count)) / math.sqrt(count), h
-
-    for b in range(batch):
-        for d in range(channels):
-            kept = [x[b][t][d] if inputs.mask is None or inputs.mask[b, t] else 0.0 for t in range(length)]
-            first = initial[b][d] if initial else [0.0] * count
-            for t in range(length):
-                start = 0 if truncation is None else max(0, t + 1 - truncation)
-                y, h = average(d, kept[start : t + 1], first)
-                if len(u) > channels:
-                    later = kept[t + 1 :] if inputs.shift else kept[t:]
-                    y += average(channels + d, reversed(later[:truncation]), [0.0] * count)[0]
-                if inputs.has_skip:
-                    y += leaves[5][d] * x[b][t][d]
-                    y /= 1 + math.exp(-y)
-                output[b, t, d] = y
-            state[b, d] = torch.tensor(h, dtype=torch.float64)
-    return output, state
-
-
-@pytest.mark.parametrize("kind, truncation", with_truncation(1, 3))
-@pytest.mark.parametrize("masking", MASKS)
-def test_reference_is_the_recurrence(kind, masking, truncation):
-    inputs = Inputs(7, kind, masking, channels=2, skip=masking != "some")
-    output, state = naive(inputs, truncation)
-    actual = inputs.call(*inputs.leaves, truncation=truncation, backend="reference")
-    assert_same(actual if kind == "states" else [actual], [output, state] if kind == "states" else [output])
-
-
-@pytest.mark.parametrize("kind, truncation", with_truncation(2))
-def test_reference_gradients(kind, truncation):
-    inputs = Inputs(4, kind, "some", channels=2, states=2)
-    options = {"truncation": truncation, "backend": "reference"}
-    assert torch.autograd.gradcheck(lambda *leaves: inputs.call(*leaves, **options), inputs.leaves)
-
-
 def truncated(inputs):
     return TruncatedEmaState(torch.zeros(2, 5, 3), torch.zeros(2, 5, 3), torch.zeros(2, inputs, 5))
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("truncation", [1, 4, 30])
-def test_truncated_average_in_segments_and_steps(truncation, backend):
-    """A truncated average continues from its state in segments and steps, also with masked inputs."""
-    inputs = Inputs(23, masking="some")
-    inputs.mask[:, 19:] = True
-    x, *parameters = inputs.leaves
-    options = {"truncation": truncation, "backend": backend}
-    expected = damped_ema(x, *parameters, mask=inputs.mask, **options)
-    outputs, state = [], None
-    for start, stop in ((0, 5), (5, 6), (6, 18), (18, 19)):
-        part, mask = x[:, start:stop], inputs.mask[:, start:stop]
-        more = options | {"mask": mask, "return_state": True, "initial_state": state}
-        output, state = damped_ema(part, *parameters, **more)
-        outputs.append(output)
-    for position in range(19, 23):
-        output, state = damped_ema_step(
-            x[:, position], state, *parameters, mask=inputs.mask[:, position], backend=backend
-        )
-        outputs.append(output[:, None])
-    assert state.inputs.shape == (2, truncation, 5)
-    actual = torch.cat(outputs, dim=1)
-    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
-    leaves, weight = [x, *parameters], torch.randn_like(expected)
-    for gradient, right in zip(*(torch.autograd.grad(y, leaves, weight) for y in (actual, expected)), strict=True):
-        torch.testing.assert_close(gradient, right, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

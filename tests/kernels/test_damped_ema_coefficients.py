@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from luna_mega.kernels import api
 from luna_mega.kernels.api import damped_ema, damped_ema_step, ema_coefficients
 from luna_mega.kernels.moving_average import coefficients, native, reference, tables
 from luna_mega.kernels.moving_average.coefficients import Coefficients
 from tests.kernels.backends import needs_library
+from tests.kernels.calls import CALLS, Sizes
+from tests.kernels.comparisons import assert_same as assert_close, relative_error
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
@@ -101,3 +104,14 @@ def test_a_truncated_step_has_no_coefficients():
     _, state = damped_ema(x, *parameters, truncation=4, return_state=True)
     with pytest.raises(ValueError, match="`coefficients` do not apply to a `TruncatedEmaState`; omit them"):
         damped_ema_step(x[:, 0], state, *parameters, coefficients=ema_coefficients(*parameters))
+
+
+@pytest.mark.parametrize("op", ["damped_ema", "complex_ema", "diagonal_ssm"])
+def test_coefficients_of_steps(op):
+    leaves = CALLS[f"{op}_step"](Sizes(5, 1, channels=6, states=3)).leaves
+    make, step = getattr(api, f"{op.removeprefix('damped_')}_coefficients"), getattr(api, f"{op}_step")
+    made = make(*(x for key, x in leaves.items() if key not in ("x", "state", "skip")), dtype=torch.float64)
+    expected = step(**leaves)
+    assert_close(step(**leaves, coefficients=made), expected)
+    other = step(**leaves, coefficients=tuple(2.0 * x for x in made))
+    assert relative_error(other[1], expected[1]) > 0.1

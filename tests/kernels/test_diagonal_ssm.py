@@ -1,4 +1,4 @@
-"""`diagonal_ssm`: all backends against a loop in complex128 and S4D's convolution, states, steps, invalid arguments."""
+"""`diagonal_ssm`: Triton against a loop in complex128, S4D's convolution, memory, invalid arguments."""
 
 import math
 import subprocess
@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from luna_mega.kernels.api import diagonal_ssm, diagonal_ssm_step, discretize
-from luna_mega.kernels.moving_average import export, torch_backend
 from tests.distributed.ranks import PATIENCE
 from tests.kernels.backends import NATIVE, graded
-from tests.kernels.errors import relative_error
-from tests.kernels.leaves import MASKS, Leaves, assert_same, random_mask
+from tests.kernels.comparisons import assert_same
+from tests.kernels.leaves import MASKS, Leaves, random_mask
 
 KINDS = ["causal", "states", "bidirectional"]
 FLOAT32 = 5e-6
@@ -100,31 +99,6 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(triton_plan, "CONFIGURATIONS", (triton_plan.Configuration(1 << 20, 8),))
 
 
-@pytest.fixture(params=["reference", "fft", "chunks", "export", NATIVE])
-def options(request, monkeypatch):
-    """Return the options of each implementation on CPUs, in PyTorch with several blocks of channels."""
-    monkeypatch.setattr(torch_backend, "MANY_POSITIONS", 0 if request.param == "chunks" else 1 << 60)
-    monkeypatch.setattr(torch_backend, "BLOCK", 2)
-    if request.param == "export":
-        monkeypatch.setattr(torch_backend, "average", export.average)
-        monkeypatch.setattr(export, "GROUP", 4)
-    return {"backend": request.param if request.param in ("reference", "native") else "torch"}
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
-@pytest.mark.parametrize("masking", MASKS)
-@pytest.mark.parametrize("length, states", [(1, 1), (2, 16), (63, 2), (65, 5), (130, 2), (197, 3)])
-def test_outputs_states_and_gradients(options, length, states, masking, turning, kind):
-    inputs = Inputs(length, kind, turning, masking, states, skip=masking != "some")
-    inputs.pairs = length % 2 == 0
-    if options["backend"] == "native":
-        inputs.to(torch.float32).check(FLOAT32, **options)
-    else:
-        inputs.check(**options)
-
-
 @pytest.mark.triton
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
@@ -135,22 +109,6 @@ def test_triton(device, length, states, masking, turning, kind):
     inputs = Inputs(length, kind, turning, masking, states, skip=masking != "some").to(torch.float32)
     inputs.pairs = length % 2 == 0
     inputs.check(FLOAT32, device=device, backend="triton")
-
-
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("backend", ["torch", NATIVE])
-@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_low_precision(turning, dtype, backend):
-    """The error is at most twice that of the reference in the same dtype, and results have the dtype of x."""
-    for kind in KINDS:
-        inputs = Inputs(66, kind, turning, "some").to(dtype)
-        exact = inputs.to(torch.float64).run(inputs.loop)
-        plain, actual = inputs.to(dtype).run(backend="reference"), inputs.run(backend=backend)
-        floor = {torch.float32: FLOAT32, torch.bfloat16: 5e-3, torch.float16: 6e-4}[dtype]
-        for low, result, expected in zip(plain, actual, exact, strict=True):
-            assert result.dtype == low.dtype
-            assert relative_error(result, expected) <= max(floor, 2 * relative_error(low, expected))
 
 
 def s4d(x, a, dt, c):

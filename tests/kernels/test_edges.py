@@ -1,4 +1,4 @@
-"""Every op with 0 sequences, 0 positions, one position or one head, and with arbitrary strides."""
+"""Every op on Triton with 0 sequences, 0 positions, one position or one head, and with arbitrary strides."""
 
 import itertools
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from luna_mega.kernels import _dispatch, api
-from tests.kernels.backends import on_native, on_triton
-from tests.kernels.calls import CALLS, ON_NATIVE, Sizes, results
+from tests.kernels.backends import on_triton
+from tests.kernels.calls import CALLS, Sizes, results
 from tests.marks import slow_but
 
 # Two varlen sequences have tokens, and truncation is not on Triton.
@@ -19,11 +19,8 @@ SOME = [name for name in NAMES if f"{name.removesuffix(' masked').removesuffix('
 
 def cases():
     for name, edge in itertools.product(NAMES, EDGES):
-        yield "torch", name, edge
         repeated = edge == "one" or name in SOME
         yield on_triton(name, edge, slow=repeated, exhaustive=repeated)
-        if name in ON_NATIVE:
-            yield on_native(name, edge)
 
 
 def make(name, batch, length, heads):
@@ -105,26 +102,18 @@ VIEWS = (
 )
 
 
-@pytest.mark.parametrize(
-    "backend, name",
-    [
-        *(("torch", name) for name in NAMES),
-        *(on_native(name) for name in NAMES if name in ON_NATIVE),
-        *(on_triton(name) for name in NAMES if name not in SOME),
-    ],
-)
+@pytest.mark.parametrize("backend, name", [on_triton(name) for name in NAMES if name not in SOME])
 def test_strides(name, backend, device):
     """Results do not depend on the strides of tensors and gradients, and two calls have the same bits."""
     call = CALLS[name](Sizes(2, 17, 2))
-    for shift in range(len(VIEWS)) if backend != "triton" else (4,):
-        views = {
-            key: VIEWS[(index + shift) % len(VIEWS)](x.float().to(device)) if x.dim() > 1 else x.float().to(device)
-            for index, (key, x) in enumerate(call.leaves.items())
-        }
-        plain = call._replace(leaves={key: x.clone(memory_format=torch.contiguous_format) for key, x in views.items()})
-        strided = call._replace(
-            leaves=views, run=lambda **x: tuple(y.mT.contiguous().mT if y.dim() > 1 else y for y in call.run(**x))
-        )
-        expected, again, actual = (results(one, device, torch.float32, backend) for one in (plain, plain, strided))
-        assert all(map(torch.equal, again.values(), expected.values()))
-        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
+    views = {
+        key: VIEWS[(index + 4) % len(VIEWS)](x.float().to(device)) if x.dim() > 1 else x.float().to(device)
+        for index, (key, x) in enumerate(call.leaves.items())
+    }
+    plain = call._replace(leaves={key: x.clone(memory_format=torch.contiguous_format) for key, x in views.items()})
+    strided = call._replace(
+        leaves=views, run=lambda **x: tuple(y.mT.contiguous().mT if y.dim() > 1 else y for y in call.run(**x))
+    )
+    expected, again, actual = (results(one, device, torch.float32, backend) for one in (plain, plain, strided))
+    assert all(map(torch.equal, again.values(), expected.values()))
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)

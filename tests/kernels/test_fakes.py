@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from luna_mega.kernels import api
 from tests.kernels.backends import NATIVE, TRITON, graded, on_backends, on_triton
 from tests.kernels.calls import CALLS, ON_NATIVE, Sizes
-from tests.kernels.leaves import assert_same
+from tests.kernels.comparisons import assert_same
 from tests.kernels.operators import OperatorCalls
 
 SIZES = Sizes(2, 20, 2, 8, 5, 8, 4, 2, 24)

@@ -1,14 +1,13 @@
-"""`gated_attention`: the reference against loops in float64, the backends against the reference."""
-
-import math
+"""`gated_attention`: offsets, left padding, other keys than queries, dtypes, dropout, invalid arguments."""
 
 import pytest
 import torch
 
 from luna_mega.kernels.api import gated_attention, gated_attention_step
 from luna_mega.kernels.gated_attention import reference, torch_backend
+from tests.kernels import loops
 from tests.kernels.backends import SLOW_TRITON, on_triton
-from tests.kernels.errors import relative_error
+from tests.kernels.comparisons import relative_error
 
 FUNCTIONS = reference.FUNCTIONS
 CHUNK = 8
@@ -53,65 +52,13 @@ def doubled(inputs):
     return [x.detach().double().requires_grad_() for x in inputs]
 
 
-def by_loops(query, key, value, bias, mask, function, causal, chunk, offset):
-    """Return the output by definition, computed one number after the other."""
-    output = torch.zeros(*query.shape[:2], value.shape[2], dtype=torch.float64)
-    for b in range(query.shape[0]):
-        for t in range(query.shape[1]):
-            at = offset + t
-            first = 0 if chunk is None else at // chunk * chunk
-            last = key.shape[1] if chunk is None else min(first + chunk, key.shape[1])
-            real = [s for s in range(first, last) if mask is None or mask[b, s]]
-            seen = [s for s in real if s <= at or not causal]
-            divisor = at - first + 1 if causal else max(len(real), 1)
-            weights = {}
-            for s in seen:
-                product, shift = (query[b, t] @ key[b, s]).item(), bias[bias.shape[0] // 2 + s - at].item()
-                if function == "softmax":
-                    weights[s] = math.exp(product / math.sqrt(query.shape[2]) + shift)
-                elif function == "laplace":
-                    score = product / divisor + shift
-                    weights[s] = 0.5 * (1 + math.erf((score - 0.707107) / (0.282095 * math.sqrt(2))))
-                else:
-                    weights[s] = max(product / divisor + shift, 0.0) ** 2
-            total = sum(weights.values()) if function == "softmax" else 1.0
-            for s in seen:
-                output[b, t] += weights[s] / total * value[b, s]
-    return output
-
-
-@pytest.mark.parametrize("masking", MASKS)
-@pytest.mark.parametrize("chunk", [None, 4])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_reference_is_the_definition(function, causal, chunk, masking):
-    inputs = [x.detach() for x in make_inputs(11, positions=14)]
-    mask = make_mask(masking, 2, 11)
-    expected = by_loops(*inputs, mask, function, causal, chunk, 0)
-    actual, weights = reference.attend(*inputs, mask, function, causal, chunk)
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(weights @ inputs[2], expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("causal, queries, keys, offset", [(True, 3, 9, 4), (False, 7, 4, 0), (False, 2, 6, 3)])
 def test_reference_with_offset_and_other_keys(function, causal, queries, keys, offset):
     inputs = [x.detach() for x in make_inputs(queries, keys, positions=9)]
-    expected = by_loops(*inputs, None, function, causal, None, offset)
+    expected = loops.gated_attention(*inputs, None, function, causal, None, offset)[0]
     actual, _ = reference.attend(*inputs, None, function, causal, offset=offset)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("chunk", [None, 2])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_gradients(function, causal, chunk, backend):
-    inputs = make_inputs(3, size=2, width=3)
-    options = {"function": function, "causal": causal, "chunk_size": chunk, "backend": backend}
-    options["mask"] = torch.tensor([[True, True, True], [False, True, False]])
-    assert torch.autograd.gradcheck(lambda *tensors: gated_attention(*tensors, **options), inputs)
 
 
 @pytest.fixture(params=["one block", "many blocks"])
@@ -120,26 +67,6 @@ def blocks(request, monkeypatch):
     if request.param == "many blocks":
         monkeypatch.setattr(torch_backend, "BLOCK_ROWS", 3)
         monkeypatch.setattr(torch_backend, "BLOCK_SCORES_CPU", 60)
-
-
-@pytest.mark.covering(2)
-@pytest.mark.parametrize("masking", MASKS)
-@pytest.mark.parametrize("chunk", [None, CHUNK])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_torch_backend(function, causal, chunk, masking, blocks, monkeypatch):
-    for length in LENGTHS if torch_backend.BLOCK_ROWS > 3 else LENGTHS[:-1]:
-        inputs = make_inputs(length, batch=3)
-        options = {"function": function, "causal": causal, "chunk_size": chunk, "mask": make_mask(masking, 3, length)}
-        expected, both = run(inputs, backend="reference", **options), []
-        for most in (math.inf, 0.0):  # scores are stored for the backward pass, or recomputed
-            monkeypatch.setattr(torch_backend, "KEPT", most)
-            both.append(run(inputs, backend="torch", **options))
-        for name, right, actual, again in zip(NAMES, expected, *both, strict=True):
-            assert relative_error(actual, right) <= 1e-12, (name, length)
-            assert torch.equal(actual, again), (name, length)
-            if masking == "chunk and row" and name != "bias":
-                assert (actual[-1] == 0).all(), (name, length)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 from luna_mega.kernels.api import gated_attention, use_float32_precision
 from luna_mega.kernels.gated_attention import reference
 from tests.kernels import test_gated_attention
-from tests.kernels.errors import relative_error
+from tests.kernels.comparisons import relative_error
 from tests.kernels.test_gated_attention import NAMES, TOLERANCE, doubled, run
 
 FUNCTIONS = reference.FUNCTIONS

@@ -1,7 +1,6 @@
-"""Every op has the results of separate calls in varlen batches, segments and steps, and with masked positions."""
+"""Every op on Triton has the results of separate calls in varlen batches, segments and steps, and with masks."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -9,10 +8,9 @@ import torch
 from luna_mega.kernels import api
 from luna_mega.kernels.luna_causal_attention import torch_backend
 from luna_mega.kernels.timestep_norm import torch_passes
-from tests.kernels.backends import NATIVE, SLOW_TRITON, TRITON, on_backends
+from tests.kernels.backends import SLOW_TRITON, TRITON, on_backends
 from tests.kernels.calls import CALLS, Sizes
-from tests.kernels.errors import relative_error
-from tests.kernels.leaves import assert_same
+from tests.kernels.comparisons import assert_same
 
 LENGTHS = 20, 3, 0, 1, 9
 SIZES = Sizes(len(LENGTHS), max(LENGTHS), 2, 5, 4, 6, 3, 2, 7)
@@ -22,7 +20,7 @@ OF_SEQUENCES = {"rows", "pack_query", *STATES}
 # Also without calls that differ from another one only in the mask.
 OTHERS = ("_step", "truncated", "row_offset", "size=128", "luna_unpack", "_ema masked", "ssm masked", "norm masked, s")
 VARLEN = [name for name in CALLS if not any(word in name for word in OTHERS)]
-BACKENDS = ["reference", "torch", NATIVE, SLOW_TRITON]
+BACKENDS = [SLOW_TRITON]  # the contract has the others
 
 
 def precision(backend, bound=1e-12):
@@ -120,29 +118,12 @@ def test_masked_positions_are_not_read(name, backend, device):
     assert_same(results[1], results[0], bound)
 
 
-AVERAGES = [name for name in VARLEN if ("_ema" in name or "ssm" in name) and "directions" not in name]
-
-
-@pytest.mark.parametrize("name, backend", on_backends(AVERAGES, BACKENDS[:3]))
-def test_state_after_lengths(name, backend):
-    """The states of averages do not decay at masked positions after `lengths`."""
-    call, lengths = make(name, SIZES), torch.tensor(LENGTHS)
-    call = call._replace(run=partial(call.run, return_state=True))
-    real = torch.arange(SIZES.length) < lengths[:, None]
-    dtype, bound = precision(backend, 1e-11)
-    leaves, wide = leaves_of(call, dtype=dtype), leaves_of(call)
-    _, states = separate(call, wide, real, empty=False)
-    output, state = call.run(**leaves, mask=real, lengths=lengths, backend=backend)
-    assert_same(with_gradients([state], leaves), with_gradients([torch.cat(states)], wide), bound)
-    assert_same([output.detach()], [call.run(**leaves, mask=real, backend=backend)[0].detach()], bound)
-
-
 @pytest.mark.parametrize("groups", [2, pytest.param(70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name, backend",
     on_backends(
         [name for name in CALLS if "_step" in name and "gated" not in name and "first" not in name],
-        ["reference", "torch", NATIVE, TRITON],
+        [TRITON],
     ),
 )
 def test_a_masked_step_holds_the_state(name, groups, backend, device):
@@ -162,17 +143,6 @@ def test_a_masked_step_holds_the_state(name, groups, backend, device):
     with torch.no_grad():  # Triton has kernels of steps without gradients
         actual, *states = call.run(**leaves, mask=mask.to(device), backend=backend)
     assert_same([x.cpu() for x in (actual[mask.to(device)], *states)], exact[: 1 + len(states)], bound)
-
-
-@pytest.mark.parametrize("op", ["damped_ema", "complex_ema", "diagonal_ssm"])
-def test_coefficients_of_steps(op):
-    leaves = CALLS[f"{op}_step"](SIZES).leaves
-    make, step = getattr(api, f"{op.removeprefix('damped_')}_coefficients"), getattr(api, f"{op}_step")
-    made = make(*(x for key, x in leaves.items() if key not in ("x", "state", "skip")), dtype=torch.float64)
-    expected = step(**leaves)
-    assert_same(step(**leaves, coefficients=made), expected)
-    other = step(**leaves, coefficients=tuple(2.0 * x for x in made))
-    assert relative_error(other[1], expected[1]) > 0.1
 
 
 def causal(query, pack_query, pack_key, context, state, **options):

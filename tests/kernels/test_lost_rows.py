@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.errors import relative_error
-from tests.kernels.leaves import assert_same
+from tests.kernels.comparisons import assert_same, relative_error
 
 pytest.importorskip("triton", reason="Triton is not installed")
 

@@ -11,7 +11,7 @@ from luna_mega.kernels.api import (
 )
 from luna_mega.kernels.luna_causal_attention import reference
 from tests.kernels.backends import graded
-from tests.kernels.leaves import assert_same
+from tests.kernels.comparisons import assert_same
 from tests.kernels.test_luna_causal_attention import FUSED, SCANS, Inputs, small_tiles  # noqa: F401, a fixture
 
 pytestmark = pytest.mark.triton

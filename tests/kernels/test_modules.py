@@ -15,7 +15,7 @@ from torch.nn.utils import parameters_to_vector, parametrize, prune, vector_to_p
 from luna_mega import MegaConfig, MegalodonConfig, MegalodonModel, MegaModel
 from luna_mega.kernels.api import complex_ema, damped_ema, diagonal_ssm, discretize, use_backend
 from luna_mega.kernels.modules import ComplexMovingAverage, DiagonalSSM, MovingAverage
-from tests.kernels.leaves import assert_same
+from tests.kernels.comparisons import assert_same
 
 D, N, T = 6, 4, 20
 LAYERS = {

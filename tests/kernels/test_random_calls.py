@@ -1,4 +1,4 @@
-"""Random calls of all operators: derivatives for some tensors, places in a storage, `vmap`, and programs."""
+"""Random calls of all operators: first and second derivatives for some tensors, `vmap`, and programs."""
 
 import random
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from luna_mega.kernels import api
 from luna_mega.kernels.moving_average import native
 from tests.kernels.calls import CALLS, ON_NATIVE, Sizes
-from tests.kernels.leaves import assert_same
+from tests.kernels.comparisons import assert_same
 from tests.random_cases import in_blocks, run_block
 
 TOKENS = ("query", "context", "value", "x", "pack_key", "key")
@@ -115,48 +115,6 @@ def check_derivatives(seed):
 @in_blocks(fast=50, slow=400)
 def test_first_and_second_derivatives_of_some_tensors(first):
     run_block(check_derivatives, first)
-
-
-def at_odd_place(x):
-    return torch.cat((x.new_zeros(3), x.flatten()))[3:].view(x.shape)
-
-
-VIEWS = (
-    at_odd_place,
-    lambda x: torch.stack((x, x), -1)[..., 1],
-    lambda x: x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() > 1 else x,
-    lambda x: x[:1].expand_as(x) if x.dim() > 1 else x,
-    lambda x: x[..., :1].expand_as(x) if x.dim() > 1 else x,
-    lambda x: x.conj().resolve_conj().conj() if x.is_complex() else at_odd_place(x),
-    lambda x: torch.complex(x, -x).conj().imag if x.is_floating_point() else at_odd_place(x),
-)
-
-
-def check_places(seed):
-    rng = random.Random(seed)
-    torch.manual_seed(seed)
-    member, results = draw(rng), []
-    backend = choose_backend(rng, member, ("torch", "torch", "reference"))
-    tensors = dict(member.tensors)
-    if "phase" in tensors and rng.random() < 0.5:
-        pairs = {key for key in ("weight", "state") if key in tensors}
-        tensors |= {key: torch.view_as_complex(tensors[key].contiguous()) for key in pairs}
-    views = {key: rng.choice(VIEWS[:2] if key in ("mask", "lengths") else VIEWS)(x) for key, x in tensors.items()}
-    for copy in (True, False):
-        leaves = {key: x.clone(memory_format=torch.contiguous_format) if copy else x for key, x in views.items()}
-        leaves = {key: x.detach().requires_grad_(key in member.differentiable) for key, x in leaves.items()}
-        outputs = member.run(**leaves, backend=backend)
-        with torch.no_grad():
-            again = member.run(**leaves, backend=backend)
-        found = gradients(number(outputs), [leaves[key] for key in member.differentiable])
-        results.append([x.resolve_conj() for x in (*outputs, *again, *found)])
-    torch.testing.assert_close(*results, **(SINGLE if backend == "native" else CLOSE))
-
-
-@in_blocks(fast=50, slow=400)
-def test_places_in_a_storage(first):
-    """Results do not depend on offsets and strides, as of slices of one vector of all weights, nor on lazy signs."""
-    run_block(check_places, first)
 
 
 def check_vmap(seed):

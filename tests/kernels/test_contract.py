@@ -1,0 +1,144 @@
+"""Every operator equals its definition: a fixed matrix of backends and layouts, and random calls."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+
+from luna_mega.kernels.moving_average import native
+from tests.kernels.backends import LEVELS, needs_library
+from tests.kernels.calls import OPERATORS, Sizes
+from tests.kernels.contract import FEW_LENGTHS, Case, cases, check, check_parts
+
+ON_NATIVE = [name for name in OPERATORS if "ema" in name or "ssm" in name]
+DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
+SIZES = Sizes(2, 17, 2, 3, 4, 6, 3, 2, 5)
+
+
+def matrix(backend: str) -> list:
+    """Return a case of each layout of each operator; the options and the other fields take turns."""
+    rows = []
+    for name, row in OPERATORS.items():
+        if backend.startswith("native") and name not in ON_NATIVE:
+            continue
+        several = [dict(zip(row.choices, values, strict=True)) for values in itertools.product(*row.choices.values())]
+        several = [x for x in several if is_possible(backend, **x)]
+        count = max(len(several), len(row.layouts) * 2)
+        for index in range(count):
+            layout, options = row.layouts[index % len(row.layouts)], several[index % len(several)]
+            one_way = options.get("directions", 1) == 1 and not options.get("truncation")
+            if layout == "lengths" and not one_way:
+                layout = "mask"
+            lengths = {"varlen": (17, 0, 5), "lengths": (17, 6), "left": (0, 3)}.get(layout, ())
+            sizes = SIZES._replace(batch=len(lengths) or 2)
+            stateful = row.stateful and one_way and index % 3 != 2
+            case = Case(name, options, sizes, layout, lengths, stateful, garbage=layout == "mask" and index % 2 == 0,
+                        pack_masked=bool(row.options) and index % 2 == 0, seed=None)  # fmt: skip
+            rows.append(pytest.param(case, id=f"{name}-{layout}-{'-'.join(map(str, options.values()))}-{index}"))
+    return rows
+
+
+def is_possible(backend: str, directions=1, shift=False, truncation=None, **_) -> bool:
+    """Return whether a backend supports the options of an operator."""
+    return (directions == 2 or not shift) and not (truncation and backend.partition(" ")[0] in ("native", "triton"))
+
+
+@pytest.mark.parametrize("case", matrix("torch"))
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_matrix(case, backend):
+    check(case, backend)
+
+
+@needs_library
+@pytest.mark.parametrize("case", matrix("native"))
+@pytest.mark.parametrize("level", LEVELS)
+def test_matrix_of_the_library(case, level):
+    check(replace(case, dtype=torch.float32), f"native {level}")
+
+
+@pytest.mark.triton
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", matrix("triton"))
+def test_matrix_of_triton(case, triton_device):
+    check(replace(case, dtype=torch.float32, sizes=case.sizes._replace(length=17)), "triton", triton_device)
+
+
+LOW = [("torch", dtype, name) for dtype in DTYPES[2:] for name in OPERATORS]
+LOW += [pytest.param("native", dtype, name, marks=needs_library) for dtype in DTYPES[2:] for name in ON_NATIVE]
+
+
+@pytest.mark.parametrize("backend, dtype, operator", LOW)
+def test_low_precision(backend, dtype, operator):
+    """Errors in half precision are at most twice those of the reference in the same dtype."""
+    sizes = SIZES._replace(length=66, size=8, rows=5, width=10)
+    layout = "mask" if "mask" in OPERATORS[operator].layouts else "dense"
+    check(Case(operator, sizes=sizes, layout=layout, dtype=dtype), backend)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@given(data=st.data())
+def test_random_calls(operator, data):
+    """Any call of an operator equals its definition on PyTorch, and in float64 on the reference."""
+    backend = data.draw(st.sampled_from(["torch", "torch", "reference"]))
+    check(data.draw(cases((operator,), dtypes=DTYPES[:2])), backend)
+
+
+@needs_library
+@pytest.mark.parametrize("operator", ON_NATIVE)
+@given(data=st.data())
+def test_random_calls_of_the_library(operator, data):
+    level = data.draw(st.sampled_from(list(LEVELS)[::-1]))
+    case = data.draw(cases((operator,), dtypes=DTYPES[1:2]).filter(lambda case: is_possible("native", **case.options)))
+    check(case, f"native {level}")
+
+
+@pytest.mark.triton
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("operator", OPERATORS)
+@given(data=st.data())
+@settings(max_examples=5)
+def test_random_calls_of_triton(operator, triton_device, data):
+    possible = cases((operator,), FEW_LENGTHS, DTYPES[1:2]).filter(lambda case: is_possible("triton", **case.options))
+    check(data.draw(possible), "triton", triton_device)
+
+
+STATEFUL = [name for name, row in OPERATORS.items() if row.stateful and "_step" not in name]
+
+
+@st.composite
+def sequences(draw, operator, backend, **fixed):
+    """Draw a case with a state, and the lengths of its parts."""
+    case = draw(cases((operator,), layouts=("dense", "mask"), **fixed))
+    options = case.options | ({"directions": 1} if "directions" in case.options else {})
+    options.pop("shift", None)
+    options |= {"truncation": None} if backend in ("native", "triton") and "truncation" in options else {}
+    sizes = case.sizes._replace(batch=max(case.sizes.batch, 1))
+    stateful = case.stateful and not options.get("truncation")
+    case = replace(case, options=options, sizes=sizes, stateful=stateful, garbage=False)
+    cuts = draw(st.sets(st.integers(1, sizes.length), max_size=6)) - {sizes.length}
+    bounds = [0, *sorted(cuts), sizes.length]
+    return case, [end - start for start, end in itertools.pairwise(bounds)]
+
+
+@pytest.mark.parametrize("operator", STATEFUL)
+@given(data=st.data())
+def test_segments_and_steps_are_one_call(operator, data):
+    backends = ["torch", "reference", *(["native"] if operator in ON_NATIVE and native.missing() is None else [])]
+    backend = data.draw(st.sampled_from(backends))
+    dtypes = (torch.float32,) if backend == "native" else DTYPES[:2]
+    case, parts = data.draw(sequences(operator, backend, dtypes=dtypes))
+    check_parts(case, backend, parts)
+
+
+@pytest.mark.triton
+@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("operator", STATEFUL)
+def test_segments_and_steps_of_triton(operator, triton_device):
+    for stateful, layout in ((True, "mask"), (False, "dense")):
+        case = Case(operator, sizes=SIZES._replace(length=9), layout=layout, stateful=stateful, dtype=torch.float32)
+        check_parts(case, "triton", [1, 5, 1, 1, 1], triton_device)
