@@ -495,7 +495,7 @@ def is_foreign(code: Any) -> bool:
 def has_code(code: Any, folder: str | os.PathLike[str]) -> bool:
     """Return whether a folder contains the files of an entry of `auto_map`, or the entry names another repository."""
     return all(
-        isinstance(part, str) and ("--" in part or Path(folder, f"{part.partition('.')[0]}.py").is_file())
+        isinstance(part, str) and ("--" in part or os.path.isfile(Path(folder, f"{part.partition('.')[0]}.py")))
         for part in _parts(code)
     )
 

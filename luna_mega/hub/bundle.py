@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from luna_mega._cards import FILE_NAME, TAG, add_section, loading_section, loading_without_package
 from luna_mega._code import generated_files, write_code
 from luna_mega._register import CONFIGS, model_classes
+from luna_mega.errors import ConversionError, reason
 from luna_mega.escaping import markdown
 from luna_mega.hub.files import copy_model
 from luna_mega.hub.folder import build_config, read_config, weight_files
@@ -51,8 +52,10 @@ def bundle(folder: str | Path, output: str | Path | None = None) -> list[str]:
 def _add_code(folder: Path, name: Path, config: dict[str, Any]) -> list[str]:
     """Write the code, then the configuration that names it, and complete the card; return the code to load `name`.
 
-    The configuration is written after the code, so that a folder still loads if this is interrupted.
+    The configuration is written after the code, so that a folder still loads if this is interrupted. Nothing is written
+    if the card cannot be read.
     """
+    text, license = _read_card(folder / FILE_NAME, name)
     foreign = {
         auto: code
         for auto, code in (config.get("auto_map") or {}).items()
@@ -67,15 +70,21 @@ def _add_code(folder: Path, name: Path, config: dict[str, Any]) -> list[str]:
     classes = model_classes(config_class)
     names = [*(config.get("architectures") or []), f"{config_class.__name__.removesuffix('Config')}Model"]
     model_class = classes[next(name for name in names if name in classes)]
-    card = folder / FILE_NAME
+    replace_text(folder / FILE_NAME, add_section(text, loading_section(model_class, folder, name.name, license)))
+    return loading_without_package(model_class, str(name))
+
+
+def _read_card(card: Path, name: Path) -> tuple[str, str | None]:
+    """Return the text of a card, or of a new one for `name`, and the license of the weights."""
     if card.is_file():
         text = card.read_text(encoding="utf-8-sig")
     else:
         data = ModelCardData(library_name="transformers", tags=[TAG])
         text = f"---\n{data}\n---\n\n# {markdown(name.resolve().name)}\n"
-    license = ModelCard(text, ignore_metadata_errors=True).data.license
-    replace_text(card, add_section(text, loading_section(model_class, folder, name.name, license)))
-    return loading_without_package(model_class, str(name))
+    try:
+        return text, ModelCard(text, ignore_metadata_errors=True).data.license
+    except Exception as error:  # huggingface_hub and PyYAML raise different types
+        raise ConversionError(f"{card}: invalid metadata ({reason(error)}); repair them") from error
 
 
 def replace_text(file: Path, text: str) -> None:
