@@ -1,4 +1,4 @@
-"""The command line `luna-mega`: commands, exit statuses, and startup time."""
+"""The command line `luna-mega`: one table of commands, exit statuses and words of their messages; help and startup."""
 
 import importlib
 import json
@@ -17,6 +17,7 @@ import luna_mega_cli
 from luna_mega.convert import ConversionError, convert_checkpoint
 
 COMMANDS = ("convert", "verify", "bundle")
+OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has ...\nmore")
 
 
 def replace(monkeypatch, name, function):
@@ -33,26 +34,95 @@ def run(argv, capsys):
     return status, capsys.readouterr()
 
 
+# A command line, its exit status, and words of its message. MODEL is a model folder, TEXT a file, INSIDE a path below
+# that file, NEW and ABSENT are absent, and ROBERTA is the folder of another model.
+TABLE = [
+    ("convert ABSENT --output NEW", 1, "error: ABSENT: no such file or folder"),
+    ("convert TEXT --output NEW --dict ABSENT", 1, "error: --dict ABSENT: no such file"),
+    ("convert TEXT --output NEW --dict TEXT MODEL", 1, "error: --dict MODEL: is a folder; pass a file"),
+    ("convert TEXT --output NEW --bpe ABSENT", 1, "error: --bpe ABSENT: no such file or folder"),
+    ("convert TEXT --output ''", 1, "error: output '': is empty; pass a path"),
+    ("convert TEXT --output TEXT", 1, "TEXT: the output is a file; use a folder"),
+    ("convert '' --dry-run", 1, "error: checkpoint '': is empty; pass a path"),
+    ("convert INSIDE --dry-run", 1, "error: INSIDE: no such file or folder"),
+    ("convert MODEL --output NEW", 1, "is a folder; pass the checkpoint file itself"),
+    ("verify MODEL MODEL", 1, "error: MODEL: not a file of recorded outputs; write one with the original"),
+    ("verify MODEL NEW", 1, "no such file or folder"),
+    ("verify ROBERTA MODEL", 1, "model_type 'roberta' is not supported; expected 'luna', "),
+    ("bundle ABSENT", 1, "error: ABSENT: no such folder"),
+    ("bundle TEXT", 1, "is a file; use a model folder"),
+    ("bundle ROBERTA", 1, "model_type 'roberta' is not supported; expected 'luna', "),
+    ("bundle MODEL --output INSIDE", 1, "INSIDE: TEXT is not a folder; use another name"),
+    ("bundle MODEL --output MODEL", 1, "the output folder is not empty"),
+    ("", 2, "COMMAND"),
+    ("transmogrify x", 2, "transmogrify"),
+    ("-q", 2, "COMMAND"),
+    ("conver", 2, "invalid choice: 'conver'; did you mean 'convert'? (choose from 'convert', "),
+    ("bundlex x", 2, "invalid choice: 'bundlex'; did you mean 'bundle'?"),
+    ("bundle", 2, "luna-mega bundle: error: the following arguments are required: FOLDER"),
+    ("bundle x y", 2, "luna-mega bundle: error: unrecognized arguments: y\n"),
+    ("bundle x --len\x1b[31m", 2, r"--len\x1b[31m"),
+    ("convert x", 2, "luna-mega convert: error: one of the arguments --output --dry-run is required"),
+    ("convert x --output y --dry-run", 2, "--dry-run: not allowed with argument --output"),
+    ("convert x --output y --dtype int8", 2, "invalid choice: 'int8' (choose from 'float32', "),
+    ("convert x --output y --dtype bfloat", 2, "--dtype: invalid choice: 'bfloat'; did you mean 'bfloat16'?"),
+    ("convert x --dry-run --layer-norm plusone", 2, "invalid choice: 'plusone'; did you mean 'plus-one'?"),
+    ("convert x --output y --dtpye=x", 2, "unrecognized arguments: --dtpye=x; did you mean '--dtype'?"),
+    ("verify x y --tolerance nan", 2, "--tolerance: must be at least 0 and less than 1, got nan"),
+    ("verify x y --tolerance 1", 2, "--tolerance: must be at least 0 and less than 1, got 1"),
+    ("verify x y --tolerance much", 2, "argument --tolerance: invalid tolerance value: 'much'"),
+    ("verify x y --text x", 2, "luna-mega verify: error: unrecognized arguments: --text x"),
+    ("--version", 0, f"luna-mega {luna_mega.__version__}\n"),
+    ("--help", 0, "Luna, Mega and Megalodon"),
+    *((f"{name} --help", 0, f"usage: luna-mega {name} [-h]") for name in COMMANDS),
+    ("bundle MODEL --output NEW", 0, "written to NEW; load it with model = AutoModelForMaskedLM.from_pretrained("),
+]
+
+
+@pytest.fixture
+def names(tmp_path):
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}
+    config = luna_mega.LunaConfig(**sizes, num_attention_heads=2, projection_length=4)
+    luna_mega.LunaForMaskedLM(config).save_pretrained(tmp_path / "model")
+    (tmp_path / "notes.txt").write_text("no checkpoint", encoding="utf-8")
+    (tmp_path / "roberta").mkdir()
+    (tmp_path / "roberta" / "config.json").write_text('{"model_type": "roberta"}', encoding="utf-8")
+    places = {"MODEL": "model", "TEXT": "notes.txt", "NEW": "new", "ABSENT": "absent", "INSIDE": "notes.txt/inside"}
+    return {name: str(tmp_path / path) for name, path in places.items()} | {"ROBERTA": str(tmp_path / "roberta")}
+
+
+@pytest.mark.parametrize(("line", "expected", "words"), TABLE, ids=[ascii(row[0]) for row in TABLE])
+def test_every_command(line, expected, words, names, capsys):
+    status, output = run([names.get(word, word) for word in shlex.split(line)], capsys)
+    for name, path in names.items():
+        words = words.replace(name, path)
+    assert status == expected and words in (output.err if status else output.out)
+    assert bool(output.err) == bool(status) and "Errno" not in output.err
+    assert status != 1 or output.err.count("\n") == 1 and output.out == ""
+
+
 def test_help_lists_commands_that_exist(capsys):
-    status, output = run(["--help"], capsys)
-    assert status == 0
-    assert "Luna, Mega and Megalodon" in output.out
+    _, output = run(["--help"], capsys)
     assert re.findall(r"^    (\w+)  ", output.out, flags=re.MULTILINE) == list(COMMANDS) == list(luna_mega_cli.COMMANDS)
-    for name in COMMANDS:
-        status, output = run([name, "--help"], capsys)
-        assert status == 0 and output.out.startswith(f"usage: luna-mega {name} [-h]")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_examples_in_the_help_are_commands(name, monkeypatch, capsys):
+def test_help_of_a_command(name, monkeypatch, capsys):
+    """Its examples are commands, and a misspelled option is named although others are missing."""
     ran = []
     replace(monkeypatch, name, lambda options: ran.append(options) or 0)
     _, output = run([name, "--help"], capsys)
-    examples = output.out.partition("\nexamples:\n")[2].splitlines()
+    examples, usage = output.out.partition("\nexamples:\n")[2].splitlines(), output.out.partition("\n\n")[0]
     for line in examples:
         program, *argv = shlex.split(line)
         assert program == "luna-mega" and run(argv, capsys)[0] == 0
     assert len(ran) == len(examples) >= 2 and max(map(len, examples)) <= 120
+    assert ("(--output DIR | --dry-run)" in usage) == (name == "convert")
+    for option in set(re.findall(r"^  (--[a-z-]+)", output.out, flags=re.MULTILINE)):
+        wrong = f"{option[:3]}x{option[3:]}"
+        status, output = run([name, wrong], capsys)
+        assert status == 2 and f"unrecognized arguments: {wrong}; did you mean '{option}'?" in output.err
+        assert output.err.startswith(usage)
 
 
 def test_completion(repo_root, tmp_path):
@@ -81,16 +151,7 @@ def test_colors_are_only_for_terminals(environment, colored, monkeypatch, capsys
     assert ("\033[31merror:\033[0m" in output.err) == colored
 
 
-def test_out_of_memory_is_one_line_with_a_hint(monkeypatch, capsys):
-    def fail(options):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has ...\nmore")
-
-    replace(monkeypatch, "verify", fail)
-    status, output = run(["verify", "a", "b"], capsys)
-    assert status == 1 and output.err.count("\n") == 1 and "CUDA_VISIBLE_DEVICES" in output.err
-
-
-def test_progress_bars_require_a_terminal(monkeypatch, tmp_path, capsys):
+def test_progress_bars_require_a_terminal(monkeypatch, capsys):
     seen = []
     replace(monkeypatch, "bundle", lambda options: seen.append(logging.is_progress_bar_enabled()) or 0)
     assert logging.is_progress_bar_enabled()
@@ -100,60 +161,12 @@ def test_progress_bars_require_a_terminal(monkeypatch, tmp_path, capsys):
     assert seen == [False, True] and logging.is_progress_bar_enabled()
 
 
-@pytest.fixture
-def encoder(tmp_path):
-    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24}
-    config = luna_mega.LunaConfig(**sizes, num_attention_heads=2, projection_length=4)
-    luna_mega.LunaForMaskedLM(config).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
-
-def test_report_as_json(encoder, tmp_path, capsys):
+def test_report_as_json(names, capsys):
     """`--json` prints a JSON report. Reports of other commands are tested with their formats."""
-    status, output = run(["bundle", str(encoder), "--output", str(tmp_path / "bundle"), "--json"], capsys)
+    status, output = run(["bundle", names["MODEL"], "--output", names["NEW"], "--json"], capsys)
     assert status == 0 and output.err == ""
     found = json.loads(output.out)
-    assert found["output"] == str(tmp_path / "bundle") and "trust_remote_code=True" in found["code"][-1]
-
-
-@pytest.mark.parametrize(
-    ("argv", "answer"),
-    [
-        (["convert", "ABSENT", "--output", "NEW"], "error: ABSENT: no such file or folder"),
-        (["convert", "TEXT", "--output", "NEW", "--dict", "ABSENT"], "error: --dict ABSENT: no such file"),
-        (["convert", "TEXT", "--output", "NEW", "--dict", "TEXT", "FOLDER"], "error: --dict FOLDER: is a folder; pass"),
-        (["convert", "TEXT", "--output", "NEW", "--bpe", "ABSENT"], "error: --bpe ABSENT: no such file or folder"),
-        (["convert", "TEXT", "--output", ""], "error: output '': is empty; pass a path"),
-        (["convert", "TEXT", "--output", "TEXT"], "TEXT: the output is a file; use a folder"),
-        (["convert", "", "--dry-run"], "error: checkpoint '': is empty; pass a path"),
-        (["convert", "INSIDE", "--dry-run"], "error: INSIDE: no such file or folder"),
-        (["verify", "FOLDER", "FOLDER"], "error: FOLDER: not a file of recorded outputs; write one with the original"),
-        (["bundle", "ABSENT"], "error: ABSENT: no such folder"),
-        (["bundle", "FOLDER", "--output", "INSIDE"], "INSIDE: TEXT is not a folder; use another name"),
-        (["convert", "FOLDER", "--output", "NEW"], "is a folder; pass the checkpoint file itself"),
-        (["verify", "FOLDER", "NEW"], "no such file or folder"),
-        (["verify", "ROBERTA", "FOLDER"], "model_type 'roberta' is not supported; expected 'luna', "),
-        (["bundle", "TEXT"], "is a file; use a model folder"),
-        (["bundle", "ROBERTA"], "model_type 'roberta' is not supported; expected 'luna', "),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
-)
-def test_common_beginner_mistakes(argv, answer, encoder, tmp_path, capsys):
-    (tmp_path / "notes.txt").write_text("no checkpoint", encoding="utf-8")
-    (tmp_path / "roberta").mkdir()
-    (tmp_path / "roberta" / "config.json").write_text('{"model_type": "roberta"}', encoding="utf-8")
-    names = {
-        "FOLDER": encoder,
-        "TEXT": tmp_path / "notes.txt",
-        "NEW": tmp_path / "new",
-        "ABSENT": tmp_path / "absent",
-        "INSIDE": tmp_path / "notes.txt" / "inside",
-        "ROBERTA": tmp_path / "roberta",
-    }
-    status, output = run([str(names.get(word, word)) for word in argv], capsys)
-    for name, path in names.items():
-        answer = answer.replace(name, str(path))
-    assert status == 1 and output.err.count("\n") == 1 and answer in output.err and "Errno" not in output.err
+    assert found["output"] == names["NEW"] and "trust_remote_code=True" in found["code"][-1]
 
 
 def test_help_imports_no_package(repo_root):
@@ -174,84 +187,31 @@ assert time.process_time() < 0.3, time.process_time()
     assert done.stdout.count("usage: luna-mega") == 1 + len(COMMANDS)
 
 
-def test_version_option(capsys):
-    status, output = run(["--version"], capsys)
-    assert (status, output.out) == (0, f"luna-mega {luna_mega.__version__}\n")
-
-
-@pytest.mark.parametrize(
-    ("argv", "named"),
-    [
-        ([], "COMMAND"),
-        (["transmogrify", "x"], "transmogrify"),
-        (["-q"], "COMMAND"),
-        (["bundle"], "luna-mega bundle: error: the following arguments are required: FOLDER"),
-        (["convert", "x"], "luna-mega convert: error: one of the arguments --output --dry-run is required"),
-        (["convert", "x", "--output", "y", "--dry-run"], "--dry-run: not allowed with argument --output"),
-        (
-            ["verify", "x", "y", "--tolerance", "nan"],
-            "--tolerance: must be at least 0 and less than 1, got nan",
-        ),
-        (["verify", "x", "y", "--tolerance", "much"], "argument --tolerance: invalid tolerance value: 'much'"),
-        (["verify", "x", "y", "--text", "x"], "luna-mega verify: error: unrecognized arguments: --text x"),
-        (["bundle", "x", "--len\x1b[31m"], r"--len\x1b[31m"),
-        (["convert", "x", "--output", "y", "--dtype", "int8"], "invalid choice: 'int8' (choose from 'float32', "),
-        (["conver"], "invalid choice: 'conver'; did you mean 'convert'? (choose from 'convert', "),
-        (["bundlex", "x"], "invalid choice: 'bundlex'; did you mean 'bundle'?"),
-        (["convert", "x", "--output", "y", "--dtype", "bfloat"], "--dtype: invalid choice: 'bfloat'; did you mean 'bf"),
-        (
-            ["convert", "x", "--dry-run", "--layer-norm", "plusone"],
-            "--layer-norm: invalid choice: 'plusone'; did you mean 'pl",
-        ),
-        (["convert", "x", "--output", "y", "--dtpye=x"], "unrecognized arguments: --dtpye=x; did you"),
-        (["bundle", "x", "y"], "luna-mega bundle: error: unrecognized arguments: y\n"),
-    ],
-)
-def test_wrong_usage_exits_with_2(argv, named, capsys):
-    status, output = run(argv, capsys)
-    assert status == 2
-    assert named in output.err
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_misspelled_option_is_named_although_others_are_missing(name, capsys):
-    _, output = run([name, "--help"], capsys)
-    usage = output.out.partition("\n\n")[0]
-    assert ("(--output DIR | --dry-run)" in usage) == (name == "convert")
-    for option in set(re.findall(r"^  (--[a-z-]+)", output.out, flags=re.MULTILINE)):
-        wrong = f"{option[:3]}x{option[3:]}"
-        status, output = run([name, wrong], capsys)
-        assert status == 2
-        assert f"unrecognized arguments: {wrong}; did you mean '{option}'?" in output.err
-        assert output.err.startswith(usage)
-
-
 def test_command_receives_its_options_and_returns_its_status(monkeypatch):
     received = []
     replace(monkeypatch, "convert", lambda options: received.append(vars(options)) or 1)
-    assert (
-        luna_mega_cli.main(
-            ["convert", "--head", "mnli", "model.pt", "--output", "x", "--dict", "a", "b", "--dict", "c"]
-        )
-        == 1
-    )
+    argv = ["convert", "--head", "mnli", "model.pt", "--output", "x", "--dict", "a", "b", "--dict", "c"]
+    assert luna_mega_cli.main(argv) == 1
     expected = {"checkpoint": "model.pt", "head": "mnli", "output": "x", "dict": ["a", "b", "c"], "dtype": None}
     assert expected.items() <= received[0].items()
 
 
 @pytest.mark.parametrize(
-    "error", [ConversionError("x.pt: not so\n  but so"), FileNotFoundError(2, "No such file", "x")]
+    ("error", "words"),
+    [
+        (ConversionError("x.pt: not so\n  but so"), "error: x.pt: not so but so\n"),
+        (FileNotFoundError(2, "No such file", "x"), "error: x: No such file\n"),
+        (OOM, "error: out of memory (CUDA out of memory); use shorter inputs, or set CUDA_VISIBLE_DEVICES="),
+    ],
 )
-@pytest.mark.parametrize("name", COMMANDS)
-def test_invalid_input_is_one_line(name, error, monkeypatch, capsys):
+def test_an_error_of_a_command_is_one_line(error, words, monkeypatch, capsys):
     def fail(options):
         raise error
 
-    replace(monkeypatch, name, fail)
-    argv = {"convert": ["a", "--dry-run"], "verify": ["a", "b"]}.get(name, ["a"])
-    status, output = run([name, *argv], capsys)
-    assert status == 1 and output.out == ""
-    assert output.err.startswith(f"luna-mega {name}: error: ") and output.err.count("\n") == 1
+    replace(monkeypatch, "verify", fail)
+    status, output = run(["verify", "a", "b"], capsys)
+    assert status == 1 and output.out == "" and output.err.startswith(f"luna-mega verify: {words}")
+    assert output.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["layer_norm", "ema_convention", "dtype"])

@@ -1,75 +1,41 @@
-"""Hooks, workflows, constraint files and templates of the repository."""
+"""Files of the repository that users and CI rely on: encodings, commands to install, workflows, versions."""
 
 import ast
 import configparser
+import itertools
+import os
 import re
-from pathlib import Path
+import subprocess
+from types import SimpleNamespace
 
+import pytest
 import yaml
 
 from luna_mega import compat
-
-
-def workflow(root: Path, name: str) -> dict:
-    return yaml.safe_load((root / ".github" / "workflows" / name).read_text(encoding="utf-8"))
-
-
-def test_workflows_and_templates_are_yaml(repo_root):
-    found = {file.name: yaml.safe_load(file.read_text("utf-8")) for file in (repo_root / ".github").rglob("*.yml")}
-    assert {"ci.yml", "release.yml", "gpu.yml", "bug.yml", "dependabot.yml"} <= found.keys()
-    assert all(content.keys() & {"jobs", "body", "updates", "contact_links"} for content in found.values())
-
-
-def test_actions_are_pinned_by_commit(repo_root):
-    files = (repo_root / ".github" / "workflows").glob("*.yml")
-    uses = [use for file in files for use in re.findall(r"uses: (.*)", file.read_text(encoding="utf-8"))]
-    pinned = re.compile(r"\./\S+|[\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+")
-    assert len(uses) > 10 and not [use for use in uses if not pinned.fullmatch(use)]
-
-
-def test_a_job_installs_from_the_package_index_alone(repo_root):
-    """CPU builds of torch on another index have fewer requirements, which hides conflicts."""
-    job = workflow(repo_root, "ci.yml")["jobs"]["container"]
-    assert "env" not in job and {"run": "make test"} in job["steps"] and {"run": ".ci/resolve"} in job["steps"]
-
-
-def test_commands_of_workflows_exist(repo_root):
-    """The make targets and scripts that workflows run exist."""
-    targets = re.findall(r"^([a-z-]+):", (repo_root / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
-    for file in (repo_root / ".github" / "workflows").glob("*.yml"):
-        text = file.read_text(encoding="utf-8")
-        assert set(re.findall(r"run: make ([a-z-]+)", text)) <= set(targets)
-        assert all((repo_root / script).is_file() for script in re.findall(r"\.venv/bin/python (\S+)", text))
-
-
-def test_text_is_read_without_its_byte_order_mark(repo_root):
-    """All text is read as utf-8-sig.
-
-    Editors on Windows start a file with U+FEFF, which UTF-8 keeps as part of the first word.
-    """
-    folders = ["benchmarks", "convert", "examples", "kernels", "luna_mega", *repo_root.glob("modeling_*")]
-    files = [file for folder in folders for file in (repo_root / folder).rglob("*.py")]
-    reads = re.compile(r"\.read_text\((?:encoding=[^()]*)?\)|open\([^()\n]*encoding=[^()\n]*\)")
-    found = {(file.name, call) for file in files for call in reads.findall(file.read_text(encoding="utf-8"))}
-    assert len(found) > 5
-    assert not [read for read in found if "utf-8-sig" not in read[1] and '"w"' not in read[1]]
+from tests.marks import cover
 
 
 def test_text_has_an_encoding(sources):
     """Files and pipes of text are not in the encoding of the locale, which is ASCII in some containers.
 
-    ruff finds `open` without an encoding (PLW1514), but not these methods.
+    The packages read it as utf-8-sig: editors on Windows start a file with U+FEFF, which UTF-8 keeps as part of the
+    first word. ruff finds `open` without an encoding (PLW1514), but not these methods.
     """
-    assert len(sources) > 300
-    found = []
+    found, read = [], 0
     for name, source in sources.items():
+        packaged = name.partition("/")[0] not in ("tests", "docs", "luna_mega_cli")
         for call in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)):
-            method, arguments = getattr(call.func, "attr", ""), {argument.arg for argument in call.keywords}
+            method = getattr(call.func, "attr", getattr(call.func, "id", ""))
+            given = {word.arg: getattr(word.value, "value", word.value) for word in call.keywords}
             file = len(call.args) <= {"read_text": 0, "write_text": 1}.get(method, -1)
-            pipe = "text" in arguments and method in ("run", "Popen", "check_output")
-            if (file or pipe) and "encoding" not in arguments:
-                found.append(f"{name}:{call.lineno}")
-    assert not found
+            pipe = "text" in given and method in ("run", "Popen", "check_output")
+            wrong = (file or pipe) and "encoding" not in given
+            writes = any(getattr(mode, "value", "") == "w" for mode in call.args)
+            if packaged and method in ("open", "read_text") and "encoding" in given and not writes:
+                read += 1
+                wrong |= given["encoding"] != "utf-8-sig"
+            found += [f"{name}:{call.lineno}"] * wrong
+    assert not found and read > 5
 
 
 def test_install_commands_work_in_a_clone(repo_root):
@@ -85,18 +51,33 @@ def test_install_commands_work_in_a_clone(repo_root):
     assert {"vision"} <= set(extras) <= set(options["options.extras_require"])
 
 
-def test_ci_runs_every_python_with_both_constraint_files(repo_root):
+def test_workflows(repo_root):
+    """Their targets, scripts and files exist, and actions are pinned; a release is published after all tests."""
+    targets = re.findall(r"^([a-z-]+):", (repo_root / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    files = [*(repo_root / ".github" / "workflows").glob("*.yml"), repo_root / ".ci" / "run", repo_root / "Makefile"]
+    for file in files:
+        text = file.read_text(encoding="utf-8")
+        assert set(re.findall(r"run: make ([a-z-]+)", text)) <= set(targets)
+        named = {*re.findall(r"\.venv/bin/python ([\w/.]+\.py)", text), *re.findall(r"\btests/[\w/.]+", text)}
+        assert sorted(path for path in named if not (repo_root / path).exists()) == []
+        uses = re.findall(r"^ +-? ?uses: (.*)", text, re.MULTILINE)
+        assert all(re.fullmatch(r"\./\S+|[\w/-]+@[0-9a-f]{40}  # v\d+\.\d+\.\d+", use) for use in uses)
+    release = yaml.safe_load((repo_root / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))["jobs"]
+    assert set(release["publish"]["needs"]) == set(release) - {"publish"}
+    tests = {"./.github/workflows/ci.yml", "./.github/workflows/full.yml"}
+    assert {job["uses"] for job in release.values() if "uses" in job} == tests
+
+
+def test_versions_are_those_of_the_package(repo_root):
+    """setup.cfg requires the oldest supported versions, and CI pins the oldest and the newest ones."""
     setup = (repo_root / "setup.cfg").read_text(encoding="utf-8")
-    matrix = workflow(repo_root, "ci.yml")["jobs"]["test"]["strategy"]["matrix"]
-    assert matrix["python"] == re.findall(r"Python :: (3\.\d+)$", setup, re.MULTILINE)
-    assert f"python_requires = >={matrix['python'][0]}\n" in setup
-    assert matrix["constraints"] == ["ci.txt", "ci-oldest.txt"]
-    slow = workflow(repo_root, "full.yml")["jobs"]["slow"]["strategy"]["matrix"]
-    assert slow["constraints"] == matrix["constraints"]
-
-
-def test_constraint_files_pin_the_tested_range(repo_root):
+    matrix = yaml.safe_load((repo_root / ".github/workflows/ci.yml").read_text("utf-8"))["jobs"]["test"]["strategy"]
+    pythons = matrix["matrix"]["python"]
+    assert pythons == re.findall(r"Python :: (3\.\d+)$", setup, re.MULTILINE)
+    assert pythons[0] == ".".join(map(str, compat.PYTHON)) and f"python_requires = >={pythons[0]}\n" in setup
+    assert matrix["matrix"]["constraints"] == ["ci.txt", "ci-oldest.txt"]
     for name, (lowest, above) in compat.SUPPORTED.items():
+        assert re.search(rf"^    {name}>={lowest}(,<6|; .*)?$", setup, flags=re.MULTILINE), name
         files = [(repo_root / "requirements" / file).read_text("utf-8") for file in ("ci-oldest.txt", "ci.txt")]
         oldest, newest = (re.search(rf"^{name}==([\d.]+)", text, re.MULTILINE)[1] for text in files)
         assert oldest.startswith(f"{lowest}.")
@@ -105,12 +86,37 @@ def test_constraint_files_pin_the_tested_range(repo_root):
             assert above == f"{major}.{minor + 1}"
 
 
-def test_a_release_is_published_after_all_tests(repo_root):
-    jobs = workflow(repo_root, "release.yml")["jobs"]
-    assert set(jobs["publish"]["needs"]) == set(jobs) - {"publish"}
-    assert {job["uses"] for job in jobs.values() if "uses" in job} == {
-        "./.github/workflows/ci.yml",
-        "./.github/workflows/full.yml",
-    }
-    for name in ("ci.yml", "full.yml"):
-        assert "workflow_call" in workflow(repo_root, name)[True]  # YAML parses the key `on` as true
+def test_a_newcomer_has_no_settings(repo_root, tmp_path):
+    """The function of .ci/run passes proxies and certificates to make, and no other setting or Python."""
+    ci = (repo_root / ".ci" / "run").read_text(encoding="utf-8")
+    assert 'part "fast tests" newcomer test' in ci
+    (function,) = re.findall(r"^newcomer\(\) \{\n.*?^\}\n", ci, re.MULTILINE | re.DOTALL)
+    (tmp_path / "Makefile").write_text("test:\n\t@env -u PWD; echo $(PYTHON) $(VENV)\n", encoding="utf-8")
+    kept = {"https_proxy": "http://a b:1", "NO_PROXY": "*", "SSL_CERT_FILE": "/c", "PIP_CERT": "/d", "PIP_PROXY": "e"}
+    kept |= {"REQUESTS_CA_BUNDLE": "/f", "SSL_CERT_DIR": "/g"}
+    lost = {"PIP_FIND_LINKS": "/x", "PIP_CONSTRAINT": "/x", "HF_HOME": "/x", "PYTHONPATH": "/x", "OMP_NUM_THREADS": "2"}
+    environment = {"PATH": os.environ["PATH"]} | kept | lost
+    command = ["bash", "-euc", f"SYSTEM_PYTHON=/usr/bin/python3\n{function}newcomer --no-print-directory test"]
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", check=True)
+    *lines, last = run.stdout.splitlines()
+    found = dict(line.split("=", 1) for line in lines)
+    assert last == "/usr/bin/python3 build/newcomer/venv" and found["PIP_CONFIG_FILE"] == "/dev/null"
+    assert found.items() >= kept.items() and not found.keys() & lost.keys()
+    assert found["HOME"] == str(tmp_path / "build" / "newcomer")
+
+
+class Case:
+    def __init__(self, *values: int):
+        self.values = values
+        self.callspec = SimpleNamespace(params=dict(zip("abc", values, strict=True)))
+
+
+@pytest.mark.parametrize("strength, most", [(1, 3), (2, 12), (3, 27)])
+def test_covering_arrays(strength, most):
+    cases = [Case(*values) for values in itertools.product(range(3), repeat=3)]
+    left = cover(cases, strength, [])
+    kept = [case for case in cases if case not in left]
+    assert len(kept) <= most
+    for positions in itertools.combinations(range(3), strength):
+        assert len({tuple(case.values[at] for at in positions) for case in kept}) == 3**strength
+    assert cover(left, strength, kept) == left  # nothing is missing
