@@ -8,27 +8,31 @@ import sys
 import pytest
 import torch
 
+SMALL = ["--size", "n=9", "hidden_size=64", "num_hidden_layers=1", "--variants", "llama_sdpa", "gpt2_sdpa"]
+
 
 @pytest.fixture(scope="module")
 def runner(import_benchmark):
     return import_benchmark("run")
 
 
-def test_variants_that_disagree_get_no_figures(runner, monkeypatch, tmp_path, capsys):
-    case = runner.CASES["damped_ema"]
-    monkeypatch.setitem(case.variants, "original", lambda *leaves: 1.001 * case.variants["luna_mega"](*leaves))
-    assert runner.main(["damped_ema", "--quick", "--device", "cpu", "--output", str(tmp_path / "found.json")]) == 1
+@pytest.mark.parametrize(
+    ("name", "variant", "other", "options", "words"),
+    [
+        ("damped_ema", "original", None, ["--quick"], "variants disagree, so nothing is measured: damped_ema"),
+        ("decoders", "gpt2_sdpa", ("gpt2", {"n_inner": 512}), SMALL, "differ by more than 5 %, so no time is printed"),
+    ],
+)
+def test_variants_that_differ_get_no_figures(
+    name, variant, other, options, words, runner, monkeypatch, tmp_path, capsys
+):
+    """Neither variants with other results, nor models of another size."""
+    case = runner.CASES[name]
+    other = other or (lambda *leaves: 1.001 * case.variants["luna_mega"](*leaves))
+    monkeypatch.setitem(case.variants, variant, other)
+    assert runner.main([name, *options, "--device", "cpu", "--output", str(tmp_path / "found.json")]) == 1
     printed = capsys.readouterr()
-    assert "variants disagree, so nothing is measured: damped_ema" in printed.err
-    assert not printed.out and not list(tmp_path.iterdir())
-
-
-def test_models_of_unequal_size_get_no_figures(runner, monkeypatch, tmp_path, capsys):
-    case = runner.CASES["decoders"]
-    monkeypatch.setitem(case.variants, "gpt2_sdpa", ("gpt2", {"n_inner": 512}))
-    sizes = ["--size", "n=9", "hidden_size=64", "num_hidden_layers=1", "--variants", "llama_sdpa", "gpt2_sdpa"]
-    assert runner.main(["decoders", *sizes, "--device", "cpu", "--output", str(tmp_path / "found.json")]) == 1
-    assert "models differ by more than 5 %, so no time is printed: decoders" in capsys.readouterr().err
+    assert words in printed.err and "| " not in printed.out and not list(tmp_path.iterdir())
 
 
 def test_results_are_added_to_a_file(runner, import_benchmark, tmp_path, capsys):
