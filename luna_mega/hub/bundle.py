@@ -68,8 +68,9 @@ def _add_code(folder: Path, name: Path, config: dict[str, Any]) -> list[str]:
         file.unlink()
     config_class = CONFIGS[config["model_type"]]
     classes = model_classes(config_class)
-    names = [*(config.get("architectures") or []), f"{config_class.__name__.removesuffix('Config')}Model"]
-    model_class = classes[next(name for name in names if name in classes)]
+    listed = config.get("architectures")
+    names = [*(listed if isinstance(listed, list) else []), f"{config_class.__name__.removesuffix('Config')}Model"]
+    model_class = classes[next(name for name in names if isinstance(name, str) and name in classes)]
     replace_text(folder / FILE_NAME, add_section(text, loading_section(model_class, folder, name.name, license)))
     return loading_without_package(model_class, str(name))
 
