@@ -10,7 +10,7 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import PAGES, ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -26,6 +26,20 @@ def test_links_are_relative_and_files_exist():
     targets = [target for target in links(README) if not target.startswith("https://arxiv.org/")]
     assert len(targets) > 20
     assert [target for target in targets if not (ROOT / target.partition("#")[0]).is_file()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_named_tests_exist(page):
+    """Pages name files of tests, and after `::` their functions; `::test` is in the file that is named before it."""
+    path, missing = "", []
+    for span in re.findall(r"`([^`\n]+)`", (ROOT / page).read_text(encoding="utf-8")):
+        file, separator, function = span.partition("::")
+        if re.fullmatch(r"tests/[\w/.]+", file):
+            missing += [file] * (not (ROOT / file).exists())
+            path = file
+        if separator and not re.search(rf"^def {function}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE):
+            missing.append(span)
+    assert missing == []
 
 
 def test_links_of_a_release_are_absolute(tmp_path):

@@ -1,4 +1,4 @@
-"""Every class, option, recipe and test that the pages of the papers name in backquotes exists."""
+"""Every class, option and recipe that the pages of the papers name in backquotes exists."""
 
 import ast
 import inspect
@@ -78,14 +78,3 @@ def test_names_exist(name):
     named = {span for span in spans(name) if "::" not in span} - ELSEWHERE
     assert len(named) > 10
     assert [span for span in sorted(named) if not exists(span, PAGES[name], config_class)] == []
-
-
-@pytest.mark.parametrize("name", PAGES)
-def test_tests_exist(name):
-    path, missing = "", []
-    for span in spans(name):
-        file, separator, function = span.partition("::")
-        path = file or path  # `::test` is in the file of the previous one
-        if separator and not re.search(rf"^def {function}\(", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE):
-            missing.append(span)
-    assert missing == []

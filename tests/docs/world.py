@@ -10,15 +10,12 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
 
 import luna_mega
 from tests.convert import mega
 from tests.docs.blocks import ROOT
+from tests.quickstart import LUNA, make_tokenizer
 
-LUNA = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-LUNA |= {"projection_length": 4, "max_position_embeddings": 64}
 MEGA = {"hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 24, "shared_representation_size": 8}
 MEGA |= {"ema_projection_size": 2, "nffn_hidden_size": 16}
 MASKED = ["luna-base", "luna-base-tied", "USER/NAME", "OUT"]
@@ -32,21 +29,6 @@ TINY_RECIPE = {
     "save_steps: 300": "save_steps: 2",
     "eval_context: 2048": "eval_context: 256",
 }
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a byte tokenizer with the input format of RoBERTa, `<s> text </s>`."""
-    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bpe = Tokenizer(models.BPE({piece: index for index, piece in enumerate(special + letters)}, []))
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    bpe.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
-    names = dict(zip(("bos", "pad", "eos", "unk", "mask"), special, strict=True))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        model_input_names=["input_ids", "attention_mask"],
-        **{f"{name}_token": token for name, token in names.items()},
-    )
 
 
 def make_models(folder: Path) -> None:
