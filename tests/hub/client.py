@@ -78,11 +78,10 @@ def _attempt(function, args, kwargs):
         return None, f"{type(error).__name__}: {error}"
 
 
-def push(folder: Path, repository: str, **options: Any) -> None:
-    """Push model, tokenizer and card, in three commits."""
-    AutoModelForSequenceClassification.from_pretrained(folder).push_to_hub(repository, **options)
-    AutoTokenizer.from_pretrained(folder).push_to_hub(repository, **options)
-    push_card((folder / "README.md").read_text(encoding="utf-8"), repository)
+def push(folder: Path, repository: str, auto_class: str) -> None:
+    """Push model and tokenizer, in two commits."""
+    getattr(transformers, auto_class).from_pretrained(folder).push_to_hub(repository)
+    AutoTokenizer.from_pretrained(folder).push_to_hub(repository)
 
 
 def push_model(folder: Path, repository: str, **options: Any) -> None:
@@ -124,9 +123,14 @@ def outputs(source: str | Path, auto_class: str, inputs: dict[str, list], **opti
     return {"class": type(model).__name__, "module": type(model).__module__, **tensors}
 
 
-def check_outputs(result: dict[str, Any], model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> None:
-    """Check that a result of `outputs` is from the code of the folder, and equal up to rounding."""
-    assert result["module"].startswith("transformers_modules.") and ".luna_mega_code." in result["module"]
+def check_outputs(
+    result: dict[str, Any], model: torch.nn.Module, inputs: dict[str, torch.Tensor], package: bool = False
+) -> None:
+    """Check that a result of `outputs` is equal up to rounding, and from the code of the folder or of the package."""
+    module = result["module"]
+    ours = module.startswith("luna_mega.")
+    theirs = module.startswith("transformers_modules.") and ".luna_mega_code." in module
+    assert ours if package else theirs, module
     assert result["class"] == type(model).__name__
     with torch.no_grad():
         expected = {name: value for name, value in model(**inputs).items() if isinstance(value, torch.Tensor)}
@@ -195,14 +199,13 @@ def save_again(source: Path, auto_class: str, output: Path, new: Path) -> None:
     type(model.config)().save_pretrained(new)
 
 
-def push_in_both_ways(source: Path, auto_class: str, output: Path, by_trainer: str, by_model: str) -> None:
-    """Push a model with `Trainer.push_to_hub` and with its own method."""
+def push_by_trainer(source: Path, auto_class: str, output: Path, repository: str) -> None:
+    """Push a model and its tokenizer with `Trainer.push_to_hub`."""
     from transformers import Trainer, TrainingArguments
 
-    model = getattr(transformers, auto_class).from_pretrained(source)
-    arguments = TrainingArguments(output_dir=str(output), hub_model_id=by_trainer, report_to="none", use_cpu=True)
-    Trainer(model, arguments).push_to_hub()
-    model.push_to_hub(by_model)
+    model, tokenizer = getattr(transformers, auto_class).from_pretrained(source), AutoTokenizer.from_pretrained(source)
+    arguments = TrainingArguments(output_dir=str(output), hub_model_id=repository, report_to="none", use_cpu=True)
+    Trainer(model, arguments, processing_class=tokenizer).push_to_hub()
 
 
 def push_config(source: Path, output: Path, repository: str) -> None:

@@ -9,6 +9,8 @@ import json
 import re
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
@@ -243,6 +245,15 @@ class LoopbackHub:
     def stop(self):
         self.server.shutdown()
         self.server.server_close()
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the server during the block."""
+        self.stop()
+        try:
+            yield
+        finally:
+            self.start()
 
     def fail(self, request: str, kind: int | str, times: int = 1000):
         """Make the next `times` matching requests, such as "PUT /lfs/.*", fail with an error status.

@@ -1,3 +1,5 @@
+"""Names of models and datasets: folders, names on the Hub, and one request if the Hub cannot be reached."""
+
 import pytest
 from huggingface_hub import constants
 

@@ -1,3 +1,5 @@
+"""Pushes: training scripts, failures of the network and of the server, and repositories that exist."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -7,21 +9,18 @@ from torch.testing import assert_close
 
 from luna_mega.training.publishing import describe_source
 from tests.hub import client as on_client
+from tests.hub.contract import SEQUENCES
 from tests.hub.loopback import metadata_errors
 from tests.modeling.luna import make
 
-CARD = "---\nlibrary_name: transformers\n---\n\n# Small\n"
 INPUTS = {"input_ids": [[0, 5, 6, 7, 2], [0, 8, 2, 1, 1]]}
-SEQUENCES = "AutoModelForSequenceClassification"
 REPOSITORY = "tester/small"
 
 
 def saved(folder, tokenizer, **fields):
-    """Save a model with tokenizer and card; return the folder."""
-    model = make("ForSequenceClassification", **fields)
-    model.save_pretrained(folder)
+    """Save a model with tokenizer; return the folder."""
+    make("ForSequenceClassification", **fields).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "README.md").write_text(CARD, encoding="utf-8")
     return folder
 
 
@@ -30,25 +29,14 @@ def folder(tmp_path, tokenizer):
     return saved(tmp_path / "small", tokenizer)
 
 
-def logits(client, source, **options):
-    return torch.tensor(client(on_client.outputs, source, SEQUENCES, INPUTS, **options)["logits"])
-
-
-def test_model_tokenizer_and_card(hub, client, folder):
-    client(on_client.push, folder, REPOSITORY)
-    files = hub.repositories[REPOSITORY].files
-    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= set(files)
-    assert files["model.safetensors"] == (folder / "model.safetensors").read_bytes()
-    assert files["README.md"].decode() == CARD
-    assert "luna_mega_code/auto_luna.py" in files
-    assert_close(logits(client, REPOSITORY), logits(client, folder))
-    assert (
-        client(on_client.encode, REPOSITORY, ["abc"]) == client(on_client.encode, folder, ["abc"]) == [[0, 4, 5, 6, 2]]
-    )
+def check_pushed(client, folder):
+    """Check that the repository has the model of a folder."""
+    found, expected = (client(on_client.outputs, place, SEQUENCES, INPUTS)["logits"] for place in (REPOSITORY, folder))
+    assert_close(torch.tensor(found), torch.tensor(expected))
 
 
 @pytest.mark.slow
-def test_training_script(hub, client, stranger, folder, tmp_path):
+def test_training_script(hub, client, stranger, folder, tmp_path, with_code):
     output = tmp_path / "trained"
     client(on_client.train, folder, output, hub_model_id=REPOSITORY)
     files = hub.repositories[REPOSITORY].files
@@ -63,8 +51,11 @@ def test_training_script(hub, client, stranger, folder, tmp_path):
     assert str(tmp_path) not in card
     assert files["model.safetensors"] == (output / "model.safetensors").read_bytes()
     assert files["model.safetensors"] != (folder / "model.safetensors").read_bytes()
-    assert_close(logits(client, REPOSITORY), logits(client, output))
-    assert_close(logits(stranger, REPOSITORY, trust_remote_code=True), logits(client, output))
+    check_pushed(client, output)
+    stranger(on_client.outputs, REPOSITORY, SEQUENCES, INPUTS, trust_remote_code=True)
+
+
+HUB = dict.fromkeys(["dataset", "dataset_tags"], "a/b") | {"dataset_args": "c"}
 
 
 @pytest.mark.parametrize(
@@ -74,10 +65,7 @@ def test_training_script(hub, client, stranger, folder, tmp_path):
         ({"dataset_path": "some/data"}, {"dataset": "data"}),
         ({"train_files": ["some/a.txt", "some/b.txt"]}, {"dataset": "`a.txt and b.txt`"}),
         ({"dataset_name": "."}, {"dataset": "data"}),
-        (
-            {"dataset_name": "a/b", "dataset_config": "c"},
-            dict.fromkeys(["dataset", "dataset_tags"], "a/b") | {"dataset_args": "c"},
-        ),
+        ({"dataset_name": "a/b", "dataset_config": "c"}, HUB),
     ],
 )
 def test_dataset_in_the_card(options, expected, tmp_path, monkeypatch):
@@ -98,21 +86,16 @@ def test_training_script_whose_push_fails(hub, client, folder, tmp_path):
     assert (output / "README.md").is_file()
     hub.faults.clear()
     client(on_client.push_folder, output, REPOSITORY)
-    assert_close(logits(client, REPOSITORY), logits(client, output))
+    check_pushed(client, output)
 
 
 def test_training_script_that_cannot_push_does_not_train(hub, client, folder, tmp_path):
-    output = tmp_path / "trained"
-    arguments = folder, output
-    assert "SystemExit: error: --push_to_hub: Token is required" in client.error(
-        on_client.train_without_token, *arguments
-    )
+    arguments = folder, output = folder, tmp_path / "trained"
+    error = client.error(on_client.train_without_token, *arguments)
+    assert "SystemExit: error: --push_to_hub: Token is required" in error
     assert "training_args.bin" in client.error(on_client.train, *arguments, hub_token="hf_secret")
-    hub.stop()
-    try:
+    with hub.stopped():
         assert "Connection refused" in client.error(on_client.train, *arguments)
-    finally:
-        hub.start()
     assert not output.exists() and not hub.repositories
 
 
@@ -122,6 +105,7 @@ def test_training_script_that_cannot_push_does_not_train(hub, client, folder, tm
         ("PUT /lfs/.*", "cut", "Error while uploading 'model.safetensors'"),
         ("POST .*/lfs/objects/batch", 500, "500 Internal Server Error"),
         ("POST .*/commit/main", "cut", "Server disconnected"),
+        (None, None, "ConnectError"),
     ],
 )
 def test_interrupted_upload(hub, client, folder, tokenizer, tmp_path, request_, kind, message):
@@ -130,32 +114,24 @@ def test_interrupted_upload(hub, client, folder, tokenizer, tmp_path, request_, 
     repository = hub.repositories[REPOSITORY]
     before = dict(repository.files), list(repository.commits)
     other = saved(tmp_path / "other", tokenizer, hidden_size=32)
-    hub.fail(request_, kind)
-    assert message in client.error(on_client.push_model, other, REPOSITORY)
+    if request_ is None:
+        with hub.stopped():
+            assert message in client.error(on_client.push_model, other, REPOSITORY)
+    else:
+        hub.fail(request_, kind)
+        assert message in client.error(on_client.push_model, other, REPOSITORY)
     assert (repository.files, repository.commits) == before
-    assert_close(logits(client, REPOSITORY), logits(client, folder))
     hub.faults.clear()
     client(on_client.push_model, other, REPOSITORY)
-    assert_close(logits(client, REPOSITORY), logits(client, other))
-    assert not torch.allclose(logits(client, REPOSITORY), logits(client, folder))
+    check_pushed(client, other)
+    assert repository.files["model.safetensors"] != before[0]["model.safetensors"]
 
 
 def test_upload_is_retried(hub, client, folder):
     hub.fail("PUT /lfs/.*", 503, times=2)
     client(on_client.push_model, folder, REPOSITORY)
     assert sum(request.startswith("PUT") for request in hub.requests) == 3
-    assert_close(logits(client, REPOSITORY), logits(client, folder))
-
-
-def test_no_network(hub, client, folder):
-    hub.stop()
-    try:
-        assert "ConnectError" in client.error(on_client.push_model, folder, REPOSITORY)
-    finally:
-        hub.start()
-    assert logits(client, folder).isfinite().all()
-    client(on_client.push_model, folder, REPOSITORY)
-    assert_close(logits(client, REPOSITORY), logits(client, folder))
+    check_pushed(client, folder)
 
 
 @pytest.mark.parametrize("token", [False, "hf_wrong"])
@@ -165,19 +141,10 @@ def test_no_token_or_a_wrong_one(hub, client, folder, token):
     assert not hub.repositories
 
 
-def test_existing_repository_keeps_its_other_files(hub, client, folder):
-    client(on_client.create, REPOSITORY)
-    client(on_client.push_card, CARD, REPOSITORY)
-    assert "409" in client.error(on_client.create, REPOSITORY)
-    client(on_client.push_model, folder, REPOSITORY)
-    files = hub.repositories[REPOSITORY].files
-    card = files["README.md"].decode()
-    assert "\n# Small\n" in card and "trust_remote_code=True" in card and "model.safetensors" in files
-
-
 def test_private_repository(hub, client, folder):
     client(on_client.push_model, folder, REPOSITORY, private=True)
     assert hub.repositories[REPOSITORY].private
+    assert "409" in client.error(on_client.create, REPOSITORY)
     error = client.error(on_client.outputs, REPOSITORY, SEQUENCES, INPUTS, token=False)
     assert "is not a valid model identifier" in error and "private" in error, error
-    assert_close(logits(client, REPOSITORY), logits(client, folder))
+    check_pushed(client, folder)

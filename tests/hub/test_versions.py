@@ -16,8 +16,8 @@ import luna_mega_cli
 from luna_mega import _cards, _code, compat
 from luna_mega.modeling_common.configuration import CODE_FOLDER
 from tests.hub import client as on_client
+from tests.hub.contract import make
 from tests.hub.test_card import converted
-from tests.hub.test_saved_code import make
 
 pytestmark = pytest.mark.usefixtures("with_code")
 NEEDS = "requires transformers 5.22 or later and is tested with torch 2.11 or later:"

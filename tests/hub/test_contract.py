@@ -1,0 +1,339 @@
+"""Folders of every way to save a model, of every class and of earlier releases keep the contract."""
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, RobertaTokenizer
+
+import luna_mega
+from luna_mega import LunaTokenizer, _cards, _code
+from luna_mega._register import CONFIGS, auto_classes, model_classes
+from luna_mega.hub.folder import position_limit, stacks
+from luna_mega.modeling_common.configuration import CODE_FOLDER
+from tests.errors import check_error, command_error
+from tests.hub import client as on_client
+from tests.hub.client import lists
+from tests.hub.contract import (
+    CLASSES,
+    FIELDS,
+    MASKED_LM,
+    REMOTE,
+    WAYS,
+    Place,
+    bundle,
+    check_card,
+    check_code,
+    check_loads,
+    contents,
+    make,
+)
+from tests.marks import slow_but
+from tests.modeling.samples import make_inputs
+
+pytestmark = pytest.mark.usefixtures("with_code")
+
+
+@pytest.fixture
+def saved(tmp_path, tokenizer):
+    """Return a folder with a masked LM, its tokenizer and a card."""
+    make("luna").save_pretrained(tmp_path / "saved")
+    tokenizer.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "README.md").write_text("# Small\n", encoding="utf-8")
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way(way, hub, client, stranger, tmp_path, tokenizer):
+    """A folder or a repository loads with and without the package; its code is complete, and its card says how."""
+    model_type, auto_class, make_folder, license = WAYS[way]
+    model, saved = make(model_type, auto_class), tmp_path / "saved"
+    model.save_pretrained(saved)
+    tokenizer.save_pretrained(saved)
+    (saved / "README.md").write_text("---\nlicense: mit\n---\n\n# Small\n\n## Use\n\nAs others.\n", encoding="utf-8")
+    source = folder = make_folder(Place(saved, auto_class, client, stranger))
+    if source in hub.repositories:
+        folder = tmp_path / "files"
+        for name, content in hub.repositories[source].files.items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(content)
+    if "training" in way:
+        model = type(model).from_pretrained(folder).eval()
+    check_loads(client, stranger, source, auto_class, model)
+    check_code(folder, model_type)
+    assert stranger(on_client.encode, source, ["abc"], **REMOTE) == [[0, 4, 5, 6, 2]]
+    if license:
+        card = (folder / "README.md").read_text(encoding="utf-8")
+        assert license in card and ("Trainer" in way or card.index("# Small") < card.index("## Load this model"))
+        check_card(client, stranger, card, Path(source).name if folder == source else source, source)
+        in_card = "tokenizer = AutoTokenizer.from_pretrained(" if folder == source else "\n- luna-mega\n"
+        assert in_card in card
+    if license == "Weights: mit.":
+        assert card.endswith("\n## Use\n\nAs others.\n") and card.startswith("---\nlicense: mit\n")
+
+
+@pytest.mark.parametrize(("model_type", "auto_class"), slow_but([("luna", "AutoModelForCausalLM")], CLASSES))
+def test_every_class(model_type, auto_class, client, stranger, tmp_path):
+    (model := make(model_type, auto_class)).save_pretrained(tmp_path)
+    check_loads(client, stranger, tmp_path, auto_class, model)
+    check_code(tmp_path, model_type)
+
+
+@pytest.mark.parametrize("model_type", CONFIGS)
+def test_classes_without_an_auto_class(model_type, stranger, tmp_path):
+    """The line on the card loads a model without an Auto class; code is complete for every type."""
+    config = CONFIGS[model_type]
+    classes = [cls for cls in model_classes(config).values() if cls not in auto_classes(config).values()]
+    for model_class in classes:
+        model_class(config(**FIELDS[model_type])).save_pretrained(tmp_path)
+        code = "\n".join(_cards.loading_without_package(model_class, str(tmp_path)))
+        assert stranger(on_client.run_code, code).startswith("transformers_modules.")
+    assert len(classes) == (model_type in ("luna", "mega"))
+    config(**FIELDS[model_type]).save_pretrained(tmp_path)
+    check_code(tmp_path, model_type)
+
+
+def test_configuration_pushed_with_its_code(saved, hub, client, stranger, tmp_path):
+    client(on_client.push_config, saved, tmp_path / "config", "tester/config")
+    assert stranger(on_client.model_type_of, "tester/config", **REMOTE) == "luna"
+
+
+# Folders that earlier releases wrote are in `earlier_releases.tar.xz`. Each has a tiny model with random weights, and
+# `outputs.json` with its class, inputs and logits. If the name ends in `_bundle`, it is also the result of `luna-mega
+# bundle`. Folders of the commit 20c2b5c3 are named after the removed field that they use.
+LATER = ["luna_causal", "luna_masked_bundle", "luna_translation", "mega_causal", "mega_masked", "mega_translation"]
+LATER += ["megalodon_causal"]
+RELEASES = {
+    "0.1.0": ["luna_causal", "luna_masked", "luna_masked_bundle", "mega_causal", "mega_translation"],
+    "0.2.0": LATER,
+    "0.3.0": LATER,
+}
+REMOVED = ["initialization", "initialization_options", "pack_method", "position_extension", "position_table_size"]
+AUTO_CLASSES = {"ForCausalLM": "AutoModelForCausalLM", "ForMaskedLM": MASKED_LM}
+
+
+@pytest.fixture(scope="module")
+def releases(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("releases")
+    with tarfile.open(Path(__file__).with_name("earlier_releases.tar.xz")) as archive:
+        archive.extractall(folder, filter="data")
+    expected = RELEASES | {"20c2b5c3": [f"luna_{field}" for field in REMOVED]}
+    assert {path.name: sorted(part.name for part in path.iterdir()) for path in folder.iterdir()} == expected
+    return folder
+
+
+def read(folder: Path) -> tuple[str, dict[str, list], torch.Tensor]:
+    """Return the Auto class, the inputs and the logits of a folder."""
+    content = json.loads((folder / "outputs.json").read_text(encoding="utf-8"))
+    known = [auto for suffix, auto in AUTO_CLASSES.items() if content["class"].endswith(suffix)]
+    return (known or ["AutoModelForSeq2SeqLM"])[0], content["inputs"], torch.tensor(content["logits"])
+
+
+@pytest.mark.parametrize(("release", "name"), [(release, name) for release in RELEASES for name in RELEASES[release]])
+def test_folder_of_an_earlier_release(releases, release, name):
+    auto_class, inputs, logits = read(folder := releases / release / name)
+    model, info = getattr(transformers, auto_class).from_pretrained(folder, output_loading_info=True)
+    assert type(model).__module__.startswith("luna_mega.") and not any(info.values()), info
+    with torch.no_grad():
+        output = model.eval()(**{name: torch.tensor(value) for name, value in inputs.items()})
+    torch.testing.assert_close(output.logits, logits, atol=1e-6, rtol=1e-5)
+    if name.startswith("luna"):  # length and table are unchanged
+        positions = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+        for config in stacks(model.config).values():
+            assert position_limit(config) == (positions if config.position_embedding_type == "learned" else None)
+        for key, table in model.state_dict().items():
+            if key.endswith("embeddings.position_embeddings.weight"):
+                assert len(table) == positions + model.config.position_offset
+
+
+@pytest.mark.parametrize("release", slow_but(["0.1.0"], RELEASES))
+def test_bundle_of_an_earlier_release(releases, release, stranger, repo_root, tmp_path):
+    """The code of a bundle runs or raises a documented error; recreated bundles always run."""
+    folder = shutil.copytree(releases / release / "luna_masked_bundle", tmp_path / "bundle")
+    auto_class, inputs, logits = read(folder)
+    result, error = stranger.attempt(on_client.outputs, folder, auto_class, inputs, **REMOTE)
+    if error is not None:
+        rows = (repo_root / "docs" / "troubleshooting.md").read_text(encoding="utf-8").splitlines()
+        (row,) = [row for row in rows if error.partition(": ")[2] in row]
+        assert "`luna-mega bundle FOLDER`" in row
+    assert bundle(folder) == 0
+    for found in filter(None, (result, stranger(on_client.outputs, folder, auto_class, inputs, **REMOTE))):
+        torch.testing.assert_close(torch.tensor(found["logits"]), logits, atol=1e-6, rtol=1e-5)
+    check_code(folder, "luna")
+
+
+@pytest.mark.parametrize("field", REMOVED)
+def test_folder_that_needs_a_removed_field_is_refused(releases, field, capsys):
+    folder = releases / "20c2b5c3" / f"luna_{field}"
+    value = json.loads((folder / "config.json").read_text(encoding="utf-8"))[field]
+    for load in (transformers.AutoConfig, AutoModelForMaskedLM, luna_mega.LunaModel):
+        check_error(lambda load=load: load.from_pretrained(folder), ValueError, f"{field}={value!r} is not supported")
+    assert "the last commit of luna-mega that supports it is 20c2b5c3" in command_error(capsys, "bundle", folder)
+
+
+def test_bundle_contains_the_code_of_a_tokenizer(saved, stranger, tmp_path, capsys):
+    """The code of `LunaTokenizer` is a file of the model, and a folder without a card receives one."""
+    vocabulary = {symbol: index for index, symbol in enumerate(["<s>", "<pad>", "</s>", "<unk>", "a", "<mask>", "b"])}
+    backend = RobertaTokenizer(vocab=vocabulary, merges=[]).backend_tokenizer
+    special = {"cls_token": "<s>", "pad_token": "<pad>", "sep_token": "</s>", "unk_token": "<unk>"}
+    LunaTokenizer(tokenizer_object=backend, dictionary_size=6, **special).save_pretrained(saved)
+    (saved / "README.md").unlink()
+    before, output = contents(saved), tmp_path / "out"
+    assert bundle(saved, "--output", output) == 0 and contents(saved) == before
+    code = f"model = {MASKED_LM}.from_pretrained({json.dumps(str(output))}, trust_remote_code=True)"
+    assert code in capsys.readouterr().out
+    card = (output / "README.md").read_text(encoding="utf-8")
+    assert "# out\n" in card and "Weights: not stated" in card
+    assert contents(output).keys() == before.keys() | {"README.md"}
+    old, new = (json.loads((place / "config.json").read_text(encoding="utf-8")) for place in (saved, output))
+    assert new == old
+    assert stranger(on_client.encode, output, ["ab"], **REMOTE) == [[0, 4, 3, 2]]
+    assert "trust_remote_code=True" in stranger.error(on_client.encode, output, ["ab"], trust_remote_code=False)
+
+
+@pytest.mark.slow
+def test_several_bundles_and_the_package_in_one_process(client, saved, tmp_path):
+    """Bundles of different versions and the package run their own operators in the same process."""
+    other = shutil.copytree(saved, tmp_path / "other")
+    code = other / CODE_FOLDER / "kernels_luna_attention_torch_backend.py"
+    changed = code.read_text(encoding="utf-8").replace(
+        "return output.transpose(1, 2)", "return 2 * output.transpose(1, 2)"
+    )
+    assert changed != code.read_text(encoding="utf-8")
+    code.write_text(changed, encoding="utf-8")
+    inputs = lists(make_inputs(make("luna"), [7, 3]))
+    found = client(on_client.gradients_with_other_bundles, [saved, other], inputs)
+    modules, equal = zip(*found, strict=True)
+    assert len(set(modules)) == 3 and modules[2].startswith("luna_mega.") and equal == (True, False, True, True)
+
+
+@pytest.mark.slow
+def test_code_contains_the_kernels_without_triton(repo_root):
+    """The code is the same on a machine without Triton."""
+    start = "import hashlib, json, sys; "
+    code = "from luna_mega._code import model_code; from luna_mega._register import CONFIGS; "
+    code += "print(hashlib.sha256(json.dumps([model_code(name) for name in CONFIGS]).encode()).hexdigest())"
+    environment = os.environ | {"PYTHONPATH": str(repo_root)}
+    commands = [start + hide + code for hide in ("", 'sys.modules["triton"] = None; ')]
+    found = {subprocess.check_output([sys.executable, "-c", command], env=environment) for command in commands}
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("import luna_mega.kernels.api", "use `from x.y import name`"),
+        ("from ..api import *", "use `from x.y import name`"),
+        ("x = 1; from luna_mega.kernels.api import luna_pack", "use `from x.y import name`"),
+        ("operator = torch.ops.luna_mega", "`luna_mega` cannot be used like this"),
+        ("name = 'luna_mega::attend'", "`luna_mega` cannot be used like this"),
+    ],
+)
+def test_unsupported_source(monkeypatch, line, message):
+    """A statement that cannot be converted to a flat file raises an error."""
+    read_source = _code._source
+    monkeypatch.setattr(_code, "_source", lambda module: f"{read_source(module)}\n{line}\n")
+    with pytest.raises(RuntimeError, match=message):
+        _code._flat_text.__wrapped__("luna_mega.kernels.luna_attention.torch_backend")
+
+
+def test_disk_full(saved, tmp_path, monkeypatch, capsys):
+    """The configuration is written after the code, so that a failed bundle leaves a folder that loads as before."""
+    config, write = (saved / "config.json").read_bytes(), Path.write_text
+
+    def until_full(file, *args, **options):
+        if file.name == "modeling_luna.py":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, *args, **options)
+
+    monkeypatch.setattr(Path, "write_text", until_full)
+    assert bundle(saved) == bundle(saved, "--output", tmp_path / "out") == 1
+    assert capsys.readouterr().err.count("No space left on device") == 2
+    assert (saved / "config.json").read_bytes() == config and not (tmp_path / "out").exists()
+
+
+def test_save_code_false(saved, tmp_path):
+    """One line disables the code; the configuration then does not name code that the folder does not contain."""
+    loaded, second = AutoModelForMaskedLM.from_pretrained(saved), tmp_path / "second"
+    luna_mega.save_code(False)
+    try:
+        loaded.save_pretrained(second)
+    finally:
+        luna_mega.save_code(True)
+    assert "auto_map" not in json.loads((second / "config.json").read_text(encoding="utf-8"))
+    assert not (second / CODE_FOLDER).exists()
+    (second / CODE_FOLDER).mkdir()
+    for name, text in (("gone.py", f"{_code.GENERATED}0.0.1\n"), ("own.py", "")):
+        (second / CODE_FOLDER / name).write_text(text, encoding="utf-8")
+    loaded.save_pretrained(second)
+    names = {file.name for file in (second / CODE_FOLDER).iterdir()}
+    assert "gone.py" not in names and {"own.py", "modeling_luna.py"} <= names
+
+
+def test_code_of_others(tmp_path):
+    """Entries of `auto_map` for other code stay if the code is in the folder, and `auto_map` is not shared."""
+    config = make("luna").config
+    config.auto_map = {"AutoTokenizer": ["other.T", None], "AutoModel": "gone.Model", "AutoProcessor": "a/b--c.D"}
+    (tmp_path / "other.py").touch()
+    config.save_pretrained(tmp_path)
+    found = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["auto_map"]
+    assert found["AutoTokenizer"] == ["other.T", None] and found["AutoProcessor"] == "a/b--c.D"
+    assert found["AutoModel"] == f"{CODE_FOLDER}/auto_luna.LunaModel"
+    assert config.auto_map["AutoModel"] == "gone.Model"  # as transformers, saving does not change the configuration
+    assert not CONFIGS["luna"]().auto_map
+    with pytest.raises(TypeError):
+        CONFIGS["luna"]().auto_map["AutoModel"] = "would change all configurations"
+
+
+class MyConfig(luna_mega.LunaConfig):
+    model_type = "my-luna"
+
+
+class MyModel(luna_mega.LunaForMaskedLM):
+    config_class = luna_mega.LunaConfig
+
+
+class MyHead(luna_mega.LunaPreTrainedModel):
+    config_class = luna_mega.LunaConfig
+
+
+def test_classes_of_a_user(tmp_path, monkeypatch):
+    """Transformers saves the code of a user's registered class; the package saves its own for its model types only."""
+    MyConfig(**FIELDS["luna"]).save_pretrained(tmp_path / "config")
+    assert "auto_map" not in json.loads((tmp_path / "config" / "config.json").read_text(encoding="utf-8"))
+    monkeypatch.setattr(MyModel, "_auto_class", None)
+    MyModel.register_for_auto_class(MASKED_LM)
+    assert MyModel._auto_class == MASKED_LM
+    MyModel(luna_mega.LunaConfig(**FIELDS["luna"])).save_pretrained(tmp_path / "model")
+    found = json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8"))["auto_map"]
+    assert found[MASKED_LM] == "test_contract.MyModel"
+    assert found["AutoModel"] == f"{CODE_FOLDER}/auto_luna.LunaModel"
+    assert (tmp_path / "model" / "test_contract.py").is_file()
+
+
+@pytest.mark.parametrize(("model_class", "said"), [(MyModel, True), (MyHead, False)])
+def test_cards_of_classes_of_a_user(tmp_path, model_class, said):
+    """The card of a subclass of a model says how to load that model; a model of its own is not loaded like that."""
+    (tmp_path / "README.md").write_text("# Mine\n", encoding="utf-8")
+    _cards.complete_card(model_class(luna_mega.LunaConfig(**FIELDS["luna"])), tmp_path, "a/b")
+    text = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert text.startswith("# Mine\n") and ('AutoModelForMaskedLM.from_pretrained("a/b")' in text) == said
+
+
+def test_other_classes_save_no_further_code(tmp_path):
+    """Models of transformers save no code, and registering a class of this package does not save its file."""
+    config = BertConfig(num_hidden_layers=1, hidden_size=12, intermediate_size=4, vocab_size=9)
+    AutoModel.from_config(config).save_pretrained(tmp_path / "bert")
+    assert not (tmp_path / "bert" / CODE_FOLDER).exists()
+    luna_mega.LunaForMaskedLM.register_for_auto_class(MASKED_LM)
+    luna_mega.LunaConfig.register_for_auto_class()
+    make("luna").save_pretrained(tmp_path / "luna")
+    assert not list((tmp_path / "luna").glob("*.py"))
