@@ -108,7 +108,7 @@ def test_code_of_others_stays_in_a_bundle(folder):
     assert check_auto_map(folder) == others | model_code("luna")[1]
 
 
-@pytest.mark.parametrize("names", [5, True, 0.5])
+@pytest.mark.parametrize("names", [5, True, 0.5, "LunaForMaskedLM"])
 def test_a_bundle_of_any_architectures(names, folder):
     edit(folder, architectures=names)
     assert luna_mega_cli.main(["bundle", str(folder)]) == 0
