@@ -22,25 +22,3 @@ def level(request: pytest.FixtureRequest) -> Iterator[int]:
         pytest.skip("the processor does not have these instructions")
     yield request.param
     native.library.moving_average_level(-1)
-
-
-@pytest.fixture
-def small_tiles() -> None:
-    """Make the tiles of the Triton kernels small; the test modules of the operators override this fixture."""
-
-
-@pytest.fixture
-def device(request: pytest.FixtureRequest) -> torch.device:
-    """Return the device of the parameter `backend`.
-
-    New memory is filled with NaN for Triton (the default) and the C library. For Triton, tiles are small.
-    """
-    callspec = getattr(request.node, "callspec", None)
-    backend = callspec.params.get("backend", "triton") if callspec else "triton"
-    if backend in ("native", "triton"):
-        request.getfixturevalue("poisoned_memory")
-    if backend != "triton":
-        return torch.device("cpu")
-    device = request.getfixturevalue("triton_device")
-    request.getfixturevalue("small_tiles")
-    return device

@@ -55,21 +55,6 @@ def test_layers_compute_their_ops(x):
     torch.testing.assert_close(ssm(x, mask=mask), diagonal_ssm(x, *weights, ssm.skip, mask=mask))
 
 
-def test_segments_and_steps_equal_one_call(layer, x):
-    layer, x = layer.double(), x.double()
-    expected, last = layer(x, return_state=True)
-    first, state = layer(x[:, :7], return_state=True)
-    second, state = layer(x[:, 7:], state, return_state=True)
-    assert_same([torch.cat((first, second), 1), state], [expected, last])
-    for enabled in (True, False):
-        state, outputs = None, []
-        with torch.set_grad_enabled(enabled):
-            for t in range(T):
-                output, state = layer.step(x[:, t], state)
-                outputs.append(output)
-        assert_same([torch.stack(outputs, 1), state], [expected, last])
-
-
 def test_masked_rows_of_a_step_keep_their_states(layer, x):
     _, state = layer(x, return_state=True)
     mask = torch.tensor([True, False])
@@ -432,16 +417,3 @@ def test_layers_of_the_meta_device_are_initialized_later():
         layer = layer.to_empty(device="cpu")
         layer.reset_parameters()
         assert all(weight.isfinite().all() for weight in layer.parameters())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"init": "legs"}, "no initialization 'legs' of DiagonalSSM; choose one of lin, inv, real"),
-        ({"discretization": "none"}, "no discretization 'none'; choose one of zoh, bilinear"),
-        ({"step": (0.1, 0.01)}, r"positive time steps, got \(0.1, 0.01\)"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        DiagonalSSM(D, N, **options)

@@ -94,7 +94,7 @@ def test_other_calls_are_operators_or_formulas_of_pytorch(run, called, names):
 @pytest.mark.filterwarnings("ignore")  # warnings of the tracer
 @pytest.mark.parametrize("call", [pytest.param(make, id=name) for name, make in calls(24, True)])
 def test_tracing_raises_an_error(call):
-    leaves, run, _ = call()
+    leaves, run, *_ = call()
     with pytest.raises(RuntimeError, match="^`torch.jit.trace` is not supported; use `torch.export.export`$"):
         torch.jit.trace(lambda *given: run(**dict(zip(leaves, given, strict=True))), tuple(leaves.values()))
 
