@@ -219,7 +219,7 @@ def randoms(device: torch.device, *shapes: tuple[int, ...], dtype: torch.dtype =
     return [torch.randn(shape, generator=generator).to(device, dtype).requires_grad_() for shape in shapes]
 
 
-def trained(function, leaves, weight=None, **options) -> list[Tensor]:
+def trained(function, leaves, weight=None, /, **options) -> list[Tensor]:
     """Return the output, and the gradients of a fixed random projection of it."""
     output = function(*leaves, **options)
     generator = torch.Generator().manual_seed(1)
