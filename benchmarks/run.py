@@ -113,13 +113,16 @@ def sizes(case: Case, arguments: argparse.Namespace) -> list[Size]:
     return [size for size in found if arguments.lengths is None or size.get("n") in arguments.lengths]
 
 
+ROOT = f"{Path(__file__).resolve().parent.parent}/"
+
+
 def about(arguments: argparse.Namespace, argv: list[str] | None) -> Row:
     """Return the machine, versions and options of a run."""
     names = ("device", "dtype", "clock", "instructions", "products")
     return {
         **machine(),
         "commit": commit(),
-        "command": " ".join(["python benchmarks/run.py", *(sys.argv[1:] if argv is None else argv)]),
+        "command": " ".join(["python benchmarks/run.py", *(sys.argv[1:] if argv is None else argv)]).replace(ROOT, ""),
         "torch": torch.__version__,  # with the build, which the version of the distribution may lack
         "transformers": transformers.__version__,
         **({"gpu": torch.cuda.get_device_name()} if arguments.device == "cuda" else {}),

@@ -152,9 +152,8 @@ def copy(folder: Path) -> Path:
         if (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
-    for name in [".git", "shared"]:  # tests of the repository ask git
-        if (ROOT / name).exists():
-            (folder / name).symlink_to(ROOT / name)
+    if (ROOT / ".git").exists():  # tests of the repository ask git
+        (folder / ".git").symlink_to(ROOT / ".git")
     return folder
 
 

@@ -44,6 +44,9 @@ def test_results_are_added_to_a_file(runner, import_benchmark, tmp_path, capsys)
     assert len({line.count("|") for line in lines[3:13]}) == 1
     assert runner.main(["damped_ema", *size, "n=50", "--variants", "copy", *options]) == 0
     assert runner.main(["damped_ema", *size, "n=60", "--variants", "copy", *options]) == 0
+    place = ["damped_ema", "--output", f"{runner.ROOT}benchmarks/results/found.json"]
+    command = runner.about(runner.parse(place), place)["command"]  # without folders of the machine
+    assert command == "python benchmarks/run.py damped_ema --output benchmarks/results/found.json"
     runs, rows = json.loads(path.read_text(encoding="utf-8")), import_benchmark("report").read(path)
     assert [len(run["rows"]) for run in runs] == [9, 1, 1] and len(rows) == 11
     for row in rows:

@@ -94,9 +94,10 @@ def test_other_calls_are_operators_or_formulas_of_pytorch(run, called, names):
 @pytest.mark.filterwarnings("ignore")  # warnings of the tracer
 @pytest.mark.parametrize("call", [pytest.param(make, id=name) for name, make in calls(24, True)])
 def test_tracing_raises_an_error(call):
-    leaves, run, *_ = call()
+    made = call()
+    names = made.leaves.keys()
     with pytest.raises(RuntimeError, match="^`torch.jit.trace` is not supported; use `torch.export.export`$"):
-        torch.jit.trace(lambda *given: run(**dict(zip(leaves, given, strict=True))), tuple(leaves.values()))
+        torch.jit.trace(lambda *given: made.run(**dict(zip(names, given, strict=True))), tuple(made.leaves.values()))
 
 
 @pytest.mark.parametrize("missing", ["_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_current_level"])
