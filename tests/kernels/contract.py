@@ -25,13 +25,14 @@ from tests.kernels.calls import OF_SEQUENCES, OPERATORS, STATES, TOKENS, WIDE, C
 from tests.kernels.comparisons import assert_same, relative_error
 
 # The largest error of results and gradients, relative to each tensor and to each of its rows.
-BOUNDS = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 6e-4}
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4}
+NORM_BOUNDS = BOUNDS | {torch.bfloat16: 4e-3, torch.float16: 5e-4}
 # The same for Triton, by the first letters of operators. The interpreter truncates float32 to bfloat16, and a GPU
 # rounds. For float16 tensors, a GPU multiplies float32 sums of causal attention in TF32, truncated to 10 bits.
 GPU = torch.cuda.is_available()
 TRITON_BOUNDS = {
     "luna_causal": {torch.float32: 1e-5, torch.bfloat16: 1e-2 if GPU else 3e-2, torch.float16: 5e-3 if GPU else 1e-3},
-    "luna_attention": {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3},  # two attentions
+    "luna_attention": {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3},  # two attentions
     "luna": {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3},
     "gated": {torch.float32: 2e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3},
     "timestep_norm": {torch.float32: 2e-6, torch.bfloat16: 5e-3, torch.float16: 6e-4},
@@ -45,12 +46,21 @@ def at_odd_place(x: Tensor) -> Tensor:
     return torch.cat((x.new_zeros(3), x.flatten()))[3:].view(x.shape)
 
 
+def is_relative(case: "Case", backend: str) -> bool:
+    """Return whether errors may also be twice those of the reference in the same dtype."""
+    if backend == "reference" or backend == "triton" and case.dtype == torch.float32 or case.dtype == torch.float64:
+        return False
+    return "causal" not in case.operator and ("norm" not in case.operator or case.dtype == torch.float32)
+
+
 def bound_of(case: "Case", backend: str) -> float:
     """Return the largest error of a backend."""
+    width = case.sizes.channels // case.sizes.groups
+    if "norm" in case.operator and width <= 2 and case.dtype == torch.float32:
+        return {1: 1e-5, 2: 5e-5}[width]  # at the first position, the variance is 0 or small
     if backend != "triton":
-        return BOUNDS[case.dtype]
-    if "norm" in case.operator and case.sizes.channels == case.sizes.groups:
-        return max(1e-5, TRITON_BOUNDS["timestep_norm"][case.dtype])  # the variance of the first position is 0
+        bounds = NORM_BOUNDS if "norm" in case.operator else BOUNDS
+        return 5e-6 if case.dtype == torch.float32 and case.decays != "trained" else bounds[case.dtype]
     return next(bounds[case.dtype] for name, bounds in TRITON_BOUNDS.items() if case.operator.startswith(name))
 
 
@@ -279,6 +289,12 @@ def results(inputs: Inputs, run: Callable[..., tuple[Tensor, ...]], leaves: dict
     return [x.detach().cpu() for x in (*outputs, *gradients)]
 
 
+def exact_results(inputs: Inputs, leaves: dict[str, Tensor], count: int) -> list[Tensor]:
+    """Return the first `count` outputs of the definition in float64, and the gradients of the chosen tensors."""
+    wide = {key: x.cpu().double() for key, x in leaves.items()}
+    return results(inputs, lambda **tensors: inputs.loop(**tensors)[:count], wide)
+
+
 @contextmanager
 def surroundings(case: Case, backend: str) -> Iterator[str]:
     """Choose sizes of blocks, instructions and autocast; yield the name of the backend."""
@@ -292,7 +308,7 @@ def surroundings(case: Case, backend: str) -> Iterator[str]:
 
 def check(case: Case, backend: str, device: torch.device | str = "cpu", bound: float | None = None) -> None:
     """Compare outputs, states and gradients with the definition in float64, and two calls with each other."""
-    inputs, bound = Inputs(case), bound or bound_of(case, backend)
+    inputs = Inputs(case)
     with surroundings(case, backend) as name:
         leaves = inputs.given(case.dtype, device)
         before = [x.clone() for x in leaves.values()]
@@ -304,18 +320,18 @@ def check(case: Case, backend: str, device: torch.device | str = "cpu", bound: f
         actual, again = (results(inputs, run, leaves) for _ in range(2))
         with torch.no_grad():
             without = [x.cpu() for x in run(**leaves)]
-        plain = actual
-        if case.dtype in (torch.bfloat16, torch.float16) and name != "reference":
-            plain = results(inputs, lambda **x: inputs.run("reference", **x), leaves)
+        compared = bound is None and is_relative(case, name)
+        plain = results(inputs, lambda **x: inputs.run("reference", **x), leaves) if compared else actual
     assert all(map(torch.equal, leaves.values(), before)), "a call changes its inputs"
-    exact = results(inputs, inputs.loop, {key: x.cpu().double() for key, x in leaves.items()})
-    exact = [*exact[: len(actual) - len(inputs.chosen)], *exact[len(exact) - len(inputs.chosen) :]]
+    exact = exact_results(inputs, leaves, len(without))
     for index, (x, same, low, right) in enumerate(zip(actual, again, plain, exact, strict=True)):
-        error = relative_error(x, right)
+        error, most = relative_error(x, right), bound or bound_of(case, name)
+        most = max(most, 2 * relative_error(low, right)) if compared else most
         assert x.shape == right.shape, f"result {index} has shape {list(x.shape)} instead of {list(right.shape)}"
-        assert error <= bound or error <= 2 * relative_error(low, right), f"result {index}: error {error:.1e}"
+        assert error <= most, f"result {index}: error {error:.1e}"
         assert torch.equal(x, same), f"result {index} of two calls differs"
-    assert_same(without, exact[: len(without)], bound if case.dtype.itemsize > 2 else 2 * bound)
+    bound = bound or bound_of(case, name)
+    assert_same(without, exact[: len(without)], 2 * bound if compared else bound)
     assert [x.dtype for x in actual] == dtypes(inputs, case.dtype, len(without))
 
 
@@ -381,8 +397,7 @@ def check_parts(case: Case, backend: str, parts: list[int], device: torch.device
         actual = results(inputs, lambda **x: in_parts(inputs, name, parts, counts, **x), leaves)
         with torch.no_grad():  # Triton has kernels of steps without gradients
             without = [x.cpu() for x in in_parts(inputs, name, parts, counts, **leaves)]
-    exact = results(inputs, inputs.loop, {key: x.cpu().double() for key, x in leaves.items()})
-    exact = [*exact[: len(without)], *exact[len(exact) - len(inputs.chosen) :]]
+    exact = exact_results(inputs, leaves, len(without))
     bound = bound_of(case, name)
     assert_same(actual, exact, bound)
     assert_same(without, exact[: len(without)], bound)
