@@ -222,15 +222,25 @@ def test_closed_form_of_the_maps(dtype, length, direction):
     assert_close([closed[0], *closed[2:]], torch.autograd.grad((taps, *maps), leaves, gradients), dtype)
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("op", ["damped_ema", "complex_ema", "diagonal_ssm"])
-def test_coefficients_of_steps(op):
+def test_coefficients_of_steps(op, backend):
     leaves = CALLS[f"{op}_step"](Sizes(5, 1, channels=6, states=3)).leaves
     make, step = getattr(api, f"{op.removeprefix('damped_')}_coefficients"), getattr(api, f"{op}_step")
     made = make(*(x for key, x in leaves.items() if key not in ("x", "state", "skip")), dtype=torch.float64)
-    expected = step(**leaves)
-    assert_same(step(**leaves, coefficients=made), expected)
-    other = step(**leaves, coefficients=tuple(2.0 * x for x in made))
+    expected = step(**leaves, backend=backend)
+    assert_same(step(**leaves, coefficients=made, backend=backend), expected)
+    other = step(**leaves, coefficients=tuple(2.0 * x for x in made), backend=backend)
     assert relative_error(other[1], expected[1]) > 0.1
+
+    def derivatives(x):
+        def run(*made):
+            return step(**leaves | {"x": x}, coefficients=made, backend=backend)[0].sum()
+
+        return torch.func.grad(run, (0, 1, 2))(*made)
+
+    both = torch.vmap(derivatives)(torch.stack((leaves["x"],) * 2))
+    assert_same(both, [torch.stack((x, x)) for x in derivatives(leaves["x"])])
 
 
 def s4d(x, a, dt, c):
