@@ -1,7 +1,4 @@
-"""Backends of tests, the sizes of their blocks, and instruction sets.
-
-The fixture `device` prepares the backend that the parameter `backend` names.
-"""
+"""Backends of tests, the sizes of their blocks, and instruction sets."""
 
 import itertools
 import math
@@ -10,6 +7,7 @@ from contextlib import contextmanager
 from importlib import import_module
 
 import pytest
+import torch
 
 from luna_mega.kernels.moving_average import native
 from tests.kernels.calls import ON_NATIVE
@@ -60,6 +58,17 @@ def instructions(level: str) -> Iterator[None]:
         yield
     finally:
         native.library.moving_average_level(-1)
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill new memory with NaN, so that elements which no kernel writes are noticed."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).new_empty(2).isnan().all()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def on_triton(*values: object, slow: bool = True, exhaustive: bool = False) -> object:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from luna_mega.kernels import api
-from tests.kernels.backends import instructions, shrink_blocks
+from tests.kernels.backends import instructions, poisoned_memory, shrink_blocks
 from tests.kernels.calls import OF_SEQUENCES, OPERATORS, STATES, TOKENS, WIDE, Call, Sizes
 from tests.kernels.comparisons import assert_same, relative_error
 
@@ -305,6 +305,8 @@ def surroundings(case: Case, backend: str) -> Iterator[str]:
         shrink_blocks(stack.enter_context(pytest.MonkeyPatch.context()), case.blocks, name == "triton")
         if level:
             stack.enter_context(instructions(level))
+        if name in ("native", "triton"):
+            stack.enter_context(poisoned_memory())
         yield name
 
 

@@ -10,15 +10,12 @@ import torch
 
 from luna_mega.kernels import api
 from luna_mega.kernels.api import damped_ema, damped_ema_step, diagonal_ssm, discretize
-from luna_mega.kernels.moving_average import coefficients, native, reference, tables, torch_backend
-from luna_mega.kernels.moving_average.coefficients import Coefficients
+from luna_mega.kernels.moving_average import native, reference
 from tests.distributed.ranks import PATIENCE
 from tests.kernels.backends import NATIVE, needs_library
 from tests.kernels.calls import CALLS, OPERATORS, Sizes
 from tests.kernels.comparisons import assert_same, relative_error
 from tests.kernels.contract import Case, Inputs, check, results
-
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
 
 def leaves_of(operator, length, batch=2, channels=5, states=3, **options):
@@ -49,17 +46,6 @@ def test_slow_decay_in_low_precision(operator, length, dtype, backend):
     """
     case = Case(operator, sizes=Sizes(2, length, channels=3, states=4), decays="slow", dtype=dtype, omitted=("skip",))
     check(case, backend, bound=1e-2)
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch", NATIVE])
-@pytest.mark.parametrize("operator", ["damped_ema", "complex_ema"])
-@pytest.mark.parametrize("step", [False, True])
-def test_saturated_logits(operator, step, backend):
-    """Results are finite for decays of 0, for which the original computes NaN."""
-    name = operator + "_step" * step
-    for dtype in (torch.float32, torch.bfloat16):
-        sizes = Sizes(2, 130 - 129 * step, channels=5, states=9)
-        check(Case(name, sizes=sizes, decays="extreme", dtype=dtype, stateful=not step), backend)
 
 
 def test_complex_average_without_a_phase_is_the_damped_one():
@@ -115,34 +101,6 @@ def test_truncated_states_after_lengths_and_masked_steps(backend):
             torch.testing.assert_close(got[row], expected[0])
 
 
-def test_size_chooses_the_form(monkeypatch):
-    chosen = []
-    operator = torch_backend.operator
-    monkeypatch.setattr(torch_backend, "operator", lambda *args: chosen.append(args[8] or "fft") or operator(*args))
-    for batch, length, options in (
-        (1, 511, {}),
-        (1, 512, {}),
-        (2, 513, {}),
-        (4, 1024, {}),
-        (1, 4097, {}),
-        (1024, 16, {}),
-        (1024, 17, {}),
-        (1024, 33, {}),
-        (4, 1024, {"truncation": 1000}),
-        (4, 1024, {"truncation": 1024}),
-        (1, 8, {"return_state": True}),
-    ):
-        leaves = leaves_of("damped_ema", length, batch, channels=1, states=1)
-        damped_ema(**{key: x.float() for key, x in leaves.items()}, **options, backend="torch")
-    assert chosen == ["fft", 16, 32, 32, 64, 16, 32, 64, "fft", 32, 16]
-
-
-def assert_close(closed, plain, dtype):
-    rtol = 1e-12 if dtype == torch.float64 else 1e-5
-    for a, b in zip(closed, plain, strict=True):  # autograd computes a (1 - a), which loses tiny values
-        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * b.abs().max().item())
-
-
 def saturated_parameters(dtype):
     """Return the four parameters `[R, 1]` for all pairs of logits, also those at which a sigmoid is 0 or 1."""
     values = [-1e4, -80.0, -20.0, -3.0, -0.7, 0.0, 0.9, 6.0, 15.0, 30.0, 50.0, 90.0, 1e4]
@@ -171,7 +129,7 @@ def test_triton_coefficients_and_gradients_are_exact(triton_device):
 
 
 @needs_library
-def test_native_coefficients_and_gradients_are_exact(level):
+def test_native_coefficients_and_gradients_are_exact():
     """Coefficients and gradients are within a few float32 roundings of the reference in float64."""
     leaves = saturated_parameters(torch.float64)
     parameters = [leaf.detach().float() for leaf in leaves]
@@ -187,39 +145,6 @@ def test_native_coefficients_and_gradients_are_exact(level):
         expected = torch.autograd.grad((rates, *weights), leaves, list(seeds), retain_graph=True)
         for actual, exact in zip(native._damped_gradients(parameters, *seeds.float()), expected, strict=True):
             torch.testing.assert_close(actual.double(), exact, rtol=5e-7, atol=1e-15)
-
-
-@DTYPES
-def test_closed_form_of_the_gradients(dtype):
-    """Coefficients equal plain operators bit for bit, and gradients equal autograd's."""
-    leaves = saturated_parameters(dtype)
-    plain = reference.damped_coefficients(*leaves)
-    closed = coefficients.damped_coefficients(*leaves)
-    closed = closed[0], *closed[2:]
-    assert all(map(torch.equal, closed, plain))
-    grads = [torch.randn_like(rows) for rows in plain]
-    assert_close(*(torch.autograd.grad(made, leaves, grads) for made in (closed, plain)), dtype)
-
-
-@pytest.mark.parametrize("direction", ["causal", "bidirectional", "shifted"])
-@pytest.mark.parametrize("length", [1, 16, 100, 300])
-@DTYPES
-def test_closed_form_of_the_maps(dtype, length, direction):
-    """The gradients of the weights of lags and of the matrices of chunks equal autograd's."""
-    rows, shift = 5 if direction == "causal" else 10, direction == "shifted"
-    leaves = [torch.randn(rows, 3, dtype=dtype) for _ in range(3)]
-    leaves[0] = -leaves[0].exp()
-    leaves = [leaf.requires_grad_() for leaf in leaves]
-    of = Coefficients(leaves[0], None, *leaves[1:])
-    detached = Coefficients(*(None if t is None else t.detach() for t in of))
-    taps, kept = tables.lags(of, 5, length, shift)
-    gradient = torch.randn_like(taps)
-    closed = tables.lags_backward(detached, 5, length, shift, [x.detach() for x in kept], gradient)
-    assert_close([closed[0], *closed[2:]], torch.autograd.grad(taps, leaves, gradient), dtype)
-    taps, *maps, kept = tables.chunk_maps(of, 5, length, shift)
-    gradients = [torch.randn_like(made) for made in (taps, *maps)]
-    closed = tables.chunk_maps_backward(detached, 5, length, shift, [x.detach() for x in kept], *gradients)
-    assert_close([closed[0], *closed[2:]], torch.autograd.grad((taps, *maps), leaves, gradients), dtype)
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])

@@ -14,6 +14,7 @@ from luna_mega.kernels import _dispatch, api
 from luna_mega.kernels.gated_attention import reference as gated_reference
 from luna_mega.kernels.luna_attention import op as luna_op, reference as luna_reference
 from luna_mega.kernels.luna_causal_attention import reference as causal_reference
+from tests.kernels.backends import poisoned_memory
 from tests.kernels.calls import CALLS, OPERATORS, Sizes
 from tests.kernels.comparisons import assert_same, relative_error
 from tests.kernels.contract import FEW_LENGTHS, Case, cases, check, check_parts
@@ -44,13 +45,13 @@ def of_triton() -> list:
 
 
 @pytest.mark.parametrize("case", of_triton())
-def test_triton_forward_and_gradients(case, triton_device, poisoned_memory):
+def test_triton_forward_and_gradients(case, triton_device):
     check(case, "triton", triton_device)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("operator", STATEFUL)
-def test_segments_and_steps(operator, triton_device, poisoned_memory):
+def test_segments_and_steps(operator, triton_device):
     for stateful, layout in ((True, "mask"), (False, "dense")):
         case = Case(operator, sizes=Sizes(2, 9, 2, 3, 4, 6, 3, 2, 5), layout=layout, stateful=stateful, dtype=FLOAT32)
         check_parts(case, "triton", [1, 5, 1, 1, 1], triton_device)
@@ -128,7 +129,7 @@ LAUNCHES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "blocks"), LAUNCHES.values(), ids=LAUNCHES)
-def test_launches(case, blocks, triton_device, poisoned_memory, monkeypatch):
+def test_launches(case, blocks, triton_device, monkeypatch):
     if blocks:  # instead of those of the contract
         monkeypatch.setattr("tests.kernels.contract.shrink_blocks", lambda *_: None)
     for name, value in blocks.items():
@@ -279,19 +280,6 @@ def test_large_scores(triton_device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processors, most", [(8, 4), (132, 62), (10**6, 1 << 30)])
-def test_number_of_splits(triton_device, processors, most, monkeypatch):
-    """The number of splits is limited to two programs per processor and one split per four blocks; it is at least 1."""
-    from luna_mega.kernels.luna_attention import triton_forward
-
-    monkeypatch.setattr(triton_forward.triton_launch, "processors", lambda *_: processors)
-    query, key = torch.empty(2, 16, 2, 64), torch.empty(2, 500, 2, 64)
-    call = triton_forward.AttentionCall(query, key, key, None, None, None, None, 0, 0.125, 0.0, "ieee")
-    assert call.splits(16, 16, 64 * 100, 64) == min(most, 2 * processors // 4, 25)
-    assert call.splits(16, 16, 0, 64) == call.splits(0, 16, 64, 64) == 1
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_dropout_of_luna_attention(triton_device, dtype, tied):
@@ -326,25 +314,6 @@ def test_dropout_of_luna_attention(triton_device, dtype, tied):
     assert not torch.equal(actual[0], attend(leaves[0], leaves[1], leaves[-1], mask, rate))
 
 
-def write_offsets(OUT, queries, heads, stride):
-    head = place(OUT, queries, queries, heads, 1, False, False)[1]  # noqa: F821
-    tl.store(OUT + tl.program_id(0), head * stride)  # noqa: F821
-
-
-@pytest.mark.slow
-def test_offsets_of_heads_have_64_bits(triton_device, monkeypatch):
-    """Offsets of heads that are 2**30 elements apart do not overflow."""
-    import triton
-
-    from luna_mega.kernels.luna_attention.triton_forward import place
-
-    monkeypatch.setitem(globals(), "place", place)
-    monkeypatch.setitem(globals(), "tl", triton.language)
-    out = torch.zeros(4, dtype=torch.int64, device=triton_device)
-    triton.jit(write_offsets)[(4,)](out, 8, 4, 2**30)
-    assert out.tolist() == [head * 2**30 for head in range(4)]
-
-
 @pytest.mark.slow
 def test_large_gradients_in_float16(triton_device):
     """Score gradients may overflow float16 before they are divided by sqrt(K)."""
@@ -359,7 +328,6 @@ def test_large_gradients_in_float16(triton_device):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("poisoned_memory")
 def test_calls_that_use_pytorch_attention():
     class On:
         """A mock of a CUDA tensor for the choice of a backend."""
@@ -368,8 +336,8 @@ def test_calls_that_use_pytorch_attention():
             self.shape, self.dtype, self.device = (8, length, 12, size), dtype, torch.device(device)
 
     few, many, context = On(64), On(128), On(4096)
-    assert not luna_op._sdpa_is_best(many, context, On(4096), None)  # its backward pass is not deterministic
-    torch.use_deterministic_algorithms(False)
+    with poisoned_memory():
+        assert not luna_op._sdpa_is_best(many, context, On(4096), None)  # its backward pass is not deterministic
     assert luna_op._sdpa_is_best(many, context, On(4096), None)
     assert luna_op._sdpa_is_best(context, few, few, None) and luna_op._sdpa_is_best(On(1), few, few, None)
     assert not luna_op._sdpa_is_best(many, context, context, None)
@@ -387,16 +355,6 @@ def test_configurations_of_sm_80(monkeypatch, triton_device, rows):
 
     monkeypatch.setattr(triton_launch, "_target", triton_launch.Target((8, 0), 108))
     check(Case(**CAUSAL | {"dtype": FLOAT16}, sizes=Sizes(2, 90, 1, 48, rows)), "triton", triton_device)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("heads", [1, 96, 200, 1000])
-def test_segments_fill_the_device_in_two_waves(triton_device, heads):
-    from luna_mega.kernels.luna_causal_attention import triton_forward
-
-    processors = triton_forward.triton_launch.target(triton_device).processors
-    segments = math.ceil(2**20 / triton_forward.segment_length(1, heads, 2**20, 64, triton_device))
-    assert segments == 1 if heads == 1000 else 3 * processors < heads * segments <= 4 * processors
 
 
 @pytest.mark.slow
