@@ -80,58 +80,35 @@ def shifted(x, by, total):
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("chunk", [None, CHUNK, 1])
-@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_left_padding_does_not_affect_outputs(function, causal, chunk, backend):
-    """Left padding does not affect outputs.
-
-    Causal attention may also be computed in several calls, given all keys or only the last ones.
-    """
-    query, key, value, bias = (x.detach() for x in make_inputs(19, batch=3, positions=24))
-    options = {"function": function, "causal": causal, "chunk_size": chunk, "backend": backend}
-    expected, weights = gated_attention(query, key, value, bias, return_weights=True, **options)
-    torch.testing.assert_close(gated_attention(query, key, value, bias, **options), expected, rtol=1e-12, atol=1e-12)
-    first = [0, 3, 5]
-    start = -torch.tensor(first)
-    query, key, value = (shifted(x, first, 24) for x in (query, key, value))
-    place = torch.arange(24) + start[:, None]
-    mask = (place >= 0) & (place < 19)
-    inputs = [x.requires_grad_() for x in (query, key, value, bias)]
-    options |= {"mask": mask, "start": start}
-    output, same = (gated_attention(*inputs, return_weights=r, **options) for r in (False, True))
-    cut = [output[row, begin : begin + 19] for row, begin in enumerate(first)]
-    torch.testing.assert_close(torch.stack(cut), expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(same[0][mask], output[mask], rtol=1e-12, atol=1e-12)
-    if chunk is not None:
-        assert weights.shape[2:] == same[1].shape[2:] == (chunk, chunk)
-        complete = 19 // chunk
-        torch.testing.assert_close(same[1][:, :complete], weights[:, :complete], rtol=1e-12, atol=1e-12)
-    gradients = torch.autograd.grad((output * mask[..., None]).sum(), inputs)
-    for gradient in gradients[:3]:
-        assert (gradient[~mask] == 0).all()
-    if not causal:
-        return
+def test_parts_of_causal_attention_with_left_padding(function, chunk, backend):
+    """Causal attention may be computed in several calls and steps, given all keys or only the last ones."""
+    query, key, value, bias = (x.detach() for x in make_inputs(24, batch=3))
+    start = -torch.tensor([0, 3, 5])
+    mask = (torch.arange(24) + start[:, None] >= 0) & (torch.arange(24) + start[:, None] < 19)
+    options = {"function": function, "chunk_size": chunk, "backend": backend}
+    given = options | {"causal": True, "mask": mask, "start": start}
+    output, weights = gated_attention(query, key, value, bias, return_weights=True, **given)
+    torch.testing.assert_close(gated_attention(query, key, value, bias, **given)[mask], output[mask])
+    assert weights.shape[2:] == ((24, 24) if chunk is None else (chunk, chunk))
     for begin, stop in [(t, t + 1) for t in range(24)] + [(0, 7), (7, 9), (9, 24), (2, 21)]:
         for cut_off in (0, begin if chunk is None else max(begin + 1 - chunk, 0)):
-            if chunk is None and cut_off:
-                continue  # without chunks, every key is visible
-            if begin == cut_off and chunk != 1 and begin:
+            # Without chunks, every key is visible.
+            if chunk is None and cut_off or begin == cut_off and chunk != 1 and begin:
                 continue
-            keys = slice(cut_off, stop)
+            keys, kept = slice(cut_off, stop), mask[:, begin:stop]
             arguments = (key[:, keys], value[:, keys], bias)
             parts = options | {"mask": mask[:, keys], "start": start + cut_off}
-            actual = gated_attention(query[:, begin:stop], *arguments, offset=begin - cut_off, **parts)
-            kept = mask[:, begin:stop]
-            torch.testing.assert_close(actual[kept], output[:, begin:stop][kept], rtol=1e-12, atol=1e-12)
-            if stop == begin + 1:
-                del parts["causal"]
-                actual = gated_attention_step(query[:, begin], *arguments, **parts)
-                torch.testing.assert_close(actual[kept[:, 0]], output[:, begin][kept[:, 0]], rtol=1e-12, atol=1e-12)
-                if chunk is None:  # also with the query's own key in the middle
-                    column = torch.full((3,), begin)
-                    arguments, parts = (key, value, bias), parts | {"mask": mask, "column": column}
-                    actual = gated_attention_step(query[:, begin], *arguments, **parts)
-                    torch.testing.assert_close(actual[kept[:, 0]], output[:, begin][kept[:, 0]], rtol=1e-12, atol=1e-12)
+            part = gated_attention(query[:, begin:stop], *arguments, offset=begin - cut_off, causal=True, **parts)
+            assert_same([part[kept]], [output[:, begin:stop][kept]])
+            if stop > begin + 1:
+                continue
+            steps = [gated_attention_step(query[:, begin], *arguments, **parts)]
+            if chunk is None:  # also with the query's own key in the middle
+                parts |= {"mask": mask, "column": torch.full((3,), begin)}
+                steps.append(gated_attention_step(query[:, begin], key, value, bias, **parts))
+            for step in steps:
+                assert_same([step[kept[:, 0]]], [output[:, begin][kept[:, 0]]])
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
@@ -253,26 +230,6 @@ def test_stored_scores_do_not_change_results(function, monkeypatch):
         assert all(map(torch.equal, first, second))
     for results in (found[:3], found[3:6]):
         assert all(torch.equal(x, y) for other in results[1:] for x, y in zip(results[0], other, strict=True))
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_scores_are_kept_while_they_are_no_more_bytes_than_value_and_output(function, products):
-    """Scores are stored in one block if they are at most as large as value and output (here 10 columns each)."""
-    options = {"function": function, "mask": make_mask("some", 2, 60)}
-    for chunk, dtype, blocks in ((20, None, 1), (30, None, 2), (15, torch.float32, 1), (20, torch.bfloat16, 2)):
-        inputs = make_inputs(60, dtype=dtype or torch.float64)
-        run(inputs, chunk_size=chunk, **options)
-        assert len(products) == blocks, (chunk, dtype)
-        with torch.no_grad():
-            gated_attention(*inputs, chunk_size=chunk, **options)
-        assert len(products) == blocks + 1
-        products.clear()
-    inputs = make_inputs(20)
-    output = gated_attention(*inputs, function=function)
-    first = torch.autograd.grad(output.sum(), inputs, retain_graph=True)
-    for again, right in zip(torch.autograd.grad(output.sum(), inputs), first, strict=True):
-        assert torch.equal(again, right)
-    assert len(products) == 1
 
 
 def test_scores_of_one_block_at_a_time(products):

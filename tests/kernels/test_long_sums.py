@@ -3,85 +3,31 @@
 import pytest
 import torch
 
-from luna_mega.kernels import api
 from luna_mega.kernels.common.comparison import ROUNDING, row_error
-from luna_mega.kernels.moving_average import native
+from tests.kernels.backends import NATIVE
+from tests.kernels.calls import OPERATORS, WIDE, Sizes
 
 LENGTH, MEAN = 9_000, 12.0
-
-
-def randoms(*shape: int, mean: float = 0.0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))) + mean
-
-
-def tokens(*sizes: int, mean: float = MEAN) -> torch.Tensor:
-    return randoms(1, LENGTH, *sizes, mean=mean)
-
-
 MASK = torch.arange(LENGTH)[None] >= 7
-PARAMETERS = [randoms(4, 16) for _ in range(4)]
-
-
-def causal(*leaves, **options):
-    output, state = api.luna_causal_attention(*leaves, mask=MASK, return_state=True, **options)
-    return output, *state[:2]
-
-
-def norm(x, weight, bias, **options):
-    output, state = api.timestep_norm(x, 2, weight, bias, mask=MASK, return_state=True, **options)
-    return output, state.mean, state.variance
-
-
-def complex_average(x, **options):
-    options |= {"mask": MASK, "return_state": True}
-    return api.complex_ema(x, *PARAMETERS[:2], randoms(4), randoms(4, 16, 2), **options)
-
-
-def diagonal_model(x, **options):
-    options |= {"mask": MASK, "return_state": True}
-    return api.diagonal_ssm(x, -PARAMETERS[0].exp(), PARAMETERS[1], randoms(4, 16, 2), **options)
-
-
-# op -> (function, leaves). Keys and scores are small, so that all positions have about the same weight.
-CALLS = {
-    "luna_pack": (
-        lambda *x, **o: [api.luna_pack(*x, MASK, **o)],
-        (randoms(1, 4, 2, 8) / 9, tokens(2, 8), tokens(2, 8)),
-    ),
-    "luna_pack with dropout": (
-        lambda *x, **o: [api.luna_pack(*x, MASK, dropout=1e-9, **o)],
-        (randoms(1, 4, 2, 8) / 9, tokens(2, 8), tokens(2, 8)),
-    ),
-    "luna_causal_attention": (
-        causal,
-        (tokens(1, 8, mean=0.0), randoms(1, 4, 1, 8), tokens(1, 8, mean=0.0), tokens(1, 8), tokens(1, 8)),
-    ),
-    "damped_ema": (lambda x, **o: api.damped_ema(x, *PARAMETERS, mask=MASK, return_state=True, **o), (tokens(4),)),
-    "complex_ema": (complex_average, (tokens(4),)),
-    "diagonal_ssm": (diagonal_model, (tokens(4),)),
-    "timestep_norm": (norm, (tokens(4), randoms(4), randoms(4))),
-    "gated_attention": (
-        lambda *x, **o: [api.gated_attention(*x, None, function="softmax", mask=MASK, **o)],
-        (randoms(1, 3, 4) / 9, tokens(4), tokens(8)),
-    ),
-    "gated_attention_step": (
-        lambda *x, **o: [api.gated_attention_step(*x, None, function="softmax", **o)],
-        (randoms(1, 4) / 9, tokens(4), tokens(8)),
-    ),
-}
+AVERAGES = ["damped_ema", "complex_ema", "diagonal_ssm"]
+ATTENTION = ["luna_pack", "gated_attention", "gated_attention_step"]  # the causal reference stores the sums of each row
+ROWS = [("torch", name, {}) for name in (*AVERAGES, *ATTENTION, "luna_causal_attention", "timestep_norm")]
+ROWS += [("reference", name, {}) for name in ATTENTION] + [("torch", "luna_pack", {"dropout": 1e-9})]
+ROWS += [pytest.param(*NATIVE.values, name, {}, marks=NATIVE.marks) for name in AVERAGES]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", CALLS)
-def test_sums_over_many_positions(name, dtype):
-    function, leaves = CALLS[name]
-    leaves = [x.to(dtype) for x in leaves]
-    exact = function(*(x.double() for x in leaves), backend="torch")
-    others = ["reference"] if "attention" in name or "pack" in name else []
-    if name == "luna_causal_attention":  # the reference stores the sums before every position
-        others = []
-    if name in ("damped_ema", "complex_ema", "diagonal_ssm") and native.missing() is None:
-        others = ["native"]
-    for backend in ("torch", *others):
-        for actual, expected in zip(function(*leaves, backend=backend), exact, strict=True):
+@pytest.mark.parametrize(("backend", "operator", "options"), ROWS)
+def test_sums_over_many_positions(backend, operator, options, dtype):
+    call = OPERATORS[operator].make(Sizes(1, LENGTH, 1, 8, 4, 4, 16, 2, 8))
+    leaves = {key: x + MEAN if key in ("x", "context", "key", "value") else x for key, x in call.leaves.items()}
+    # Scores are small, so that all positions have about the same weight.
+    leaves |= {key: leaves[key] / 9 for key in ("rows", "query") if key in leaves and "causal" not in operator}
+    if operator == "gated_attention":
+        leaves["query"] = leaves["query"][:, :3]
+    leaves = {key: x.to(torch.float32 if key in WIDE else dtype) for key, x in leaves.items()}
+    options = options | ({} if "_step" in operator else {"mask": MASK})
+    exact = call.run(**{key: x.double() for key, x in leaves.items()}, **options, backend="torch")
+    for actual, expected in zip(call.run(**leaves, **options, backend=backend), exact, strict=True):
+        if actual is not None:
             assert row_error(actual, expected) <= ROUNDING[dtype] / 4
