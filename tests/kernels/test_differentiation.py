@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -371,6 +372,8 @@ class Program(torch.nn.Module):
 def test_programs_with_symbolic_sizes(operator, data):
     """The sizes of inputs are symbols, and those of parameters are constants."""
     case = data.draw(random_cases(operator, (5, 17)))
+    # Programs of Luna attention need `max_seqlen`, which the cases of odd seeds have.
+    case = replace(case, seed=2 * (case.seed or 0) + 1) if "luna" in operator else case
     backend, results = data.draw(st.sampled_from(["torch", "auto"])), []
     made = member(case, backend, torch.float32 if backend == "auto" else D)
     weights = [key for key in made.chosen if data.draw(st.booleans())]

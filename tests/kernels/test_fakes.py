@@ -7,10 +7,9 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from luna_mega.kernels import api
-from tests.kernels.backends import NATIVE, TRITON, graded, on_backends, on_triton
+from tests.kernels.backends import NATIVE, TRITON, OperatorCalls, graded, on_backends, on_triton
 from tests.kernels.calls import CALLS, ON_NATIVE, Sizes
 from tests.kernels.comparisons import assert_same
-from tests.kernels.operators import OperatorCalls
 
 SIZES = Sizes(2, 20, 2, 8, 5, 8, 4, 2, 24)
 NAMES = [name for name in CALLS if name != "damped_ema truncated"]  # not on Triton
