@@ -315,24 +315,21 @@ def test_bidirectional_layers(make, x):
         with pytest.raises(ValueError, match="no state; omit initial_state and return_state"):
             call()
     assert repr(layer).endswith("bidirectional=True)")
-
-
-@pytest.mark.parametrize("make", [*BIDIRECTIONAL, *(LAYERS[name] for name in ("DiagonalSSM", "DiagonalSSM, real"))])
-def test_compiled_layers_with_symbolic_channels(make, x):
-    """The sizes of x are symbols, and those of weights are constants."""
     torch.compiler.reset()
-    layer = make()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
     assert_same([compiled(x)], [layer(x)], 1e-5)
 
 
-@pytest.mark.slow
-def test_compile(layer, x):
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_compile(layer, x, dynamic):
+    """With `dynamic`, the sizes of x are symbols, and those of weights are constants."""
     torch.compiler.reset()
+    options = {"fullgraph": True, "dynamic": dynamic, "backend": "eager" if dynamic else "aot_eager"}
     state = layer(x, return_state=True)[1].detach()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, **options)
+    assert_same([compiled(x)], [layer(x)], 1e-5)
     assert_same(compiled(x, state, return_state=True), layer(x, state, return_state=True), 1e-5)
-    step = torch.compile(layer.step, fullgraph=True, backend="aot_eager")
+    step = torch.compile(layer.step, **options)
     with torch.no_grad():
         assert_same(step(x[:, 0], state), layer.step(x[:, 0], state), 1e-5)
         load(layer, random.Random(0))
@@ -385,24 +382,6 @@ def test_initializations_of_s4d():
     torch.testing.assert_close(real.log_rate.exp(), (number + 1.0).expand(3, 16))
     torch.testing.assert_close(real.log_step.exp(), torch.full((3,), 0.1))
     assert real.frequency is None and real.output_weight.shape == (3, 16)
-
-
-@torch.no_grad()
-def test_vmap_of_steps(layer, x):
-    """A mapped x or mask, and one state."""
-    _, state = layer(x, return_state=True)
-    tokens, masks = x.transpose(0, 1), torch.rand(T, 2) < 0.5
-    for rows, masked in ((tokens, None), (tokens[0], masks), (tokens, masks)):
-        mapped = 0 if rows is tokens else None, None if masked is None else 0
-
-        def step(row, mask):
-            return layer.step(row, state, mask=mask)
-
-        actual = torch.vmap(step, mapped)(rows, masked)
-        expected = [
-            step(rows if mapped[0] is None else rows[t], masked if masked is None else masked[t]) for t in range(T)
-        ]
-        assert_same(actual, map(torch.stack, zip(*expected, strict=True)), 1e-5)
 
 
 @pytest.mark.parametrize("surrounding", [FakeTensorMode, lambda: torch.device("meta")], ids=["fake", "meta"])
