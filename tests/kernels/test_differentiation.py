@@ -365,15 +365,27 @@ class Program(torch.nn.Module):
         return self.call(**self.weights, **inputs)
 
 
+@EACH
+@given(data=st.data())
+@settings(max_examples=1)
+def test_program_with_symbolic_sizes(operator, data):
+    check_program(data, operator)
+
+
 @pytest.mark.slow
 @EACH
 @given(data=st.data())
 @settings(max_examples=6)
 def test_programs_with_symbolic_sizes(operator, data):
-    """The sizes of inputs are symbols, and those of parameters are constants."""
+    check_program(data, operator)
+
+
+def check_program(data: st.DataObject, operator: str) -> None:
+    """Compare a program with eager calls: the sizes of inputs are symbols, and those of parameters are constants."""
     case = data.draw(random_cases(operator, (5, 17)))
-    # Programs of Luna attention need `max_seqlen`, which the cases of odd seeds have.
-    case = replace(case, seed=2 * (case.seed or 0) + 1) if "luna" in operator else case
+    # Programs of Luna attention and truncation need `max_seqlen`, which the cases of odd seeds have.
+    needed = "luna" in operator or case.options.get("truncation")
+    case = replace(case, seed=2 * (case.seed or 0) + 1) if needed else case
     backend, results = data.draw(st.sampled_from(["torch", "auto"])), []
     made = member(case, backend, torch.float32 if backend == "auto" else D)
     weights = [key for key in made.chosen if data.draw(st.booleans())]
