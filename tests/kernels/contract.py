@@ -318,7 +318,7 @@ def check(case: Case, backend: str, device: torch.device | str = "cpu", bound: f
         before = [x.clone() for x in leaves.values()]
 
         def run(chosen: str = name, **tensors: Tensor) -> tuple[Tensor, ...]:
-            with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=case.autocast):
                 return inputs.run(chosen, **tensors)
 
         actual, again = (results(inputs, run, leaves) for _ in range(2))
