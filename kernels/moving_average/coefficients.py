@@ -131,7 +131,7 @@ def reference_coefficients(change: Tensor, weight_in: Tensor, weight_out: Tensor
     """Return p, q and the weight of the state, as in `reference.complex_coefficients`, from coefficients of a step."""
     if change.dim() == 2:
         return weight_in, change + 1.0, weight_out
-    q, weight_out = as_complex(change) + 1.0, as_complex(weight_out).conj()
+    q, weight_out = as_complex(change) + 1.0, as_complex(conjugate(weight_out))
     return weight_in[..., 0], q, weight_out
 
 

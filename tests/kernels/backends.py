@@ -1,7 +1,4 @@
-"""Backends of tests, the sizes of their blocks, and instruction sets.
-
-The fixture `device` prepares the backend that the parameter `backend` names.
-"""
+"""Backends of tests, the sizes of their blocks, instruction sets, and calls of operators."""
 
 import itertools
 import math
@@ -10,6 +7,8 @@ from contextlib import contextmanager
 from importlib import import_module
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from luna_mega.kernels.moving_average import native
 from tests.kernels.calls import ON_NATIVE
@@ -62,6 +61,17 @@ def instructions(level: str) -> Iterator[None]:
         native.library.moving_average_level(-1)
 
 
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill new memory with NaN, so that elements which no kernel writes are noticed."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3).new_empty(2).isnan().all()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def on_triton(*values: object, slow: bool = True, exhaustive: bool = False) -> object:
     """Return a test case whose first value is the backend "triton" and whose other values are `values`."""
     marks = [
@@ -94,3 +104,21 @@ def graded(fast: Iterable, slow: Iterable, values: Iterable) -> list:
         marks = [] if value in fast else [pytest.mark.slow, *([] if value in slow else [pytest.mark.exhaustive])]
         cases.append(pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks))
     return cases
+
+
+class OperatorCalls(TorchDispatchMode):
+    """Record the operator and the arguments of each call of the operator `name`, or of all if `name` is None.
+
+    Without a dispatch mode, eager mode calls plain functions instead of operators.
+    """
+
+    def __init__(self, name=None):
+        super().__init__()
+        self.name, self.operators, self.calls = name, [], []
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        namespace, _, name = operator._schema.name.partition("::")
+        if namespace == "luna_mega" and self.name in (None, name):
+            self.operators.append(operator)
+            self.calls.append(arguments)
+        return operator(*arguments, **(options or {}))

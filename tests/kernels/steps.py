@@ -1,4 +1,4 @@
-"""Steps of models that run in a CUDA graph, with dropout in training. `test_capture.py` has checks without a GPU."""
+"""Steps of models that run in a CUDA graph, with dropout in training, for `benchmarks/gpu_jobs.py`."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -11,7 +11,7 @@ import torch
 from luna_mega.kernels import _dispatch, api
 from luna_mega.kernels.moving_average import native
 from tests.distributed.ranks import PATIENCE
-from tests.kernels.backends import needs_library
+from tests.kernels.backends import needs_library, on_native, on_triton
 from tests.kernels.calls import CALLS, ON_NATIVE, WIDE, Sizes
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -78,36 +78,54 @@ def test_reasons_against_triton(op, gpu, monkeypatch):
     assert "ROCm" in decide(op)[1]
 
 
+AVERAGES = {name.partition(" ")[0] for name in ON_NATIVE}
 CAUSAL, FP32, FP64 = "luna_causal_attention rows=40, elu", torch.float32, torch.float64
 
 
-@pytest.mark.triton
+NOT_ON_TRITON = [
+    ("luna_unpack", {}, FP64, "not torch.float64"),
+    ("luna_pack masked", {"size": 130}, FP32, "128, not 130"),
+    (CAUSAL, {"size": 129}, FP32, r"head sizes up to 128, not 129 \(query\) and 129 \(value\)"),
+    (CAUSAL, {"rows": 257}, torch.float16, "up to 256 rows of pack_query in torch.float16, not 257"),
+    (CAUSAL, {"rows": 129}, FP32, "up to 128 rows of pack_query in torch.float32, not 129"),
+    (CAUSAL, {}, FP64, "support float32, float16 and bfloat16, not torch.float64"),
+    ("luna_causal_attention_step", {"rows": 129}, FP32, "up to 128 rows"),
+    ("damped_ema stateful", {}, FP64, "float64"),
+    ("damped_ema stateful", {"states": 65}, FP32, "65 states per channel are more than 64"),
+    ("damped_ema truncated", {}, FP32, "truncation=5 is below the length 6; choose 'torch'"),
+    ("diagonal_ssm real", {"states": 65}, FP32, "65 states per channel are more than 64"),
+    ("diagonal_ssm stateful", {"states": 33}, FP32, "33 states per channel are more than 32"),
+    ("diagonal_ssm stateful", {}, FP64, "float64"),
+    ("gated_attention masked", {"size": 300}, FP32, "query and key have size 300"),
+    ("gated_attention masked", {}, FP64, "query and key are torch.float64; the kernels support"),
+]
+NOT_ON_NATIVE = [
+    ("damped_ema stateful", {}, FP64, "x or a parameter is float64; choose 'torch' or 'auto'"),
+    ("complex_ema_step", {}, FP64, "x or a parameter is float64; choose 'torch' or 'auto'"),
+    ("damped_ema truncated", {}, FP32, "truncation=5 is below the length 6; choose 'torch' or 'auto'"),
+]
+
+
 @pytest.mark.parametrize(
-    "name, sizes, dtype, message",
-    [
-        ("luna_unpack", {}, FP64, "not torch.float64"),
-        ("luna_pack masked", {"size": 130}, FP32, "128, not 130"),
-        (CAUSAL, {"size": 129}, FP32, r"head sizes up to 128, not 129 \(query\) and 129 \(value\)"),
-        (CAUSAL, {"rows": 257}, torch.float16, "up to 256 rows of pack_query in torch.float16, not 257"),
-        (CAUSAL, {"rows": 129}, FP32, "up to 128 rows of pack_query in torch.float32, not 129"),
-        (CAUSAL, {}, FP64, "support float32, float16 and bfloat16, not torch.float64"),
-        ("luna_causal_attention_step", {"rows": 129}, FP32, "up to 128 rows"),
-        ("damped_ema stateful", {}, FP64, "float64"),
-        ("damped_ema stateful", {"states": 65}, FP32, "65 states per channel are more than 64"),
-        ("damped_ema truncated", {}, FP32, "truncation=5 is below the length 6; choose 'torch'"),
-        ("diagonal_ssm real", {"states": 65}, FP32, "65 states per channel are more than 64"),
-        ("diagonal_ssm stateful", {"states": 33}, FP32, "33 states per channel are more than 32"),
-        ("diagonal_ssm stateful", {}, FP64, "float64"),
-        ("gated_attention masked", {"size": 300}, FP32, "query and key have size 300"),
-        ("gated_attention masked", {}, FP64, "query and key are torch.float64; the kernels support"),
-    ],
+    "backend, name, sizes, dtype, message",
+    [*(on_triton(*row, slow=False) for row in NOT_ON_TRITON), *(on_native(*row) for row in NOT_ON_NATIVE)],
 )
-def test_calls_that_triton_does_not_support(name, sizes, dtype, message, triton_device):
+def test_calls_that_a_backend_does_not_support(backend, name, sizes, dtype, message, triton_device):
+    """They raise an error if the backend is chosen by name; the automatic choice has the results of PyTorch."""
     call, wide = CALLS[name](Sizes(1, 6, 1, **sizes)), torch.promote_types(dtype, FP32)
-    leaves = {key: x.to(triton_device, wide if key in WIDE else dtype) for key, x in call.leaves.items()}
-    with pytest.raises(ValueError, match=f"cannot run on 'triton': .*{message}"):
-        call.run(**leaves, backend="triton")
+    device = triton_device if backend == "triton" else CPU
+    leaves = {key: x.to(device, wide if key in WIDE else dtype) for key, x in call.leaves.items()}
+    with pytest.raises(ValueError, match=f"cannot run on '{backend}': .*{message}"):
+        call.run(**leaves, backend=backend)
     torch.testing.assert_close(call.run(**leaves), call.run(**leaves, backend="torch"))
+
+
+@needs_library
+@pytest.mark.parametrize(("name", "dtype"), [("diagonal_ssm stateful", FP32), ("damped_ema_step", torch.bfloat16)])
+def test_the_automatic_choice_runs_the_library(name, dtype):
+    call = CALLS[name](Sizes(1, 6, 1))
+    leaves = {key: x.to(FP32 if key in WIDE else dtype) for key, x in call.leaves.items()}
+    assert all(map(torch.equal, call.run(**leaves), call.run(**leaves, backend="native")))
 
 
 def test_exported_programs_do_not_use_triton(op, gpu, monkeypatch):
@@ -146,9 +164,6 @@ def test_order_of_choices(op, gpu, monkeypatch):
         assert decide(op, "triton") == ("triton", "chosen by its argument")
 
 
-AVERAGES = {name.partition(" ")[0] for name in ON_NATIVE}
-
-
 def test_cpu_without_the_library(op, monkeypatch):
     """Averages run on PyTorch, and `explain` says why."""
     monkeypatch.setattr(native, "library", None)
@@ -184,28 +199,6 @@ def test_a_library_that_cannot_be_loaded(tmp_path):
     path.unlink()
     path.symlink_to(torch._C.__file__)
     assert native.load(path)[1].startswith("it cannot be loaded (")
-
-
-@needs_library
-@pytest.mark.parametrize(
-    "name, dtype, message",
-    [
-        ("damped_ema stateful", torch.float64, "x or a parameter is float64"),
-        ("complex_ema_step", torch.float64, "x or a parameter is float64"),
-        ("damped_ema truncated", torch.float32, "truncation=5 is below the length 6"),
-        ("diagonal_ssm stateful", torch.float32, None),
-        ("damped_ema_step", torch.bfloat16, None),
-    ],
-)
-def test_calls_that_the_library_does_not_support(name, dtype, message):
-    """They raise an error if the library is chosen by name; the automatic choice has the results of PyTorch."""
-    call, wide = CALLS[name](Sizes(1, 6, 1)), torch.promote_types(dtype, torch.float32)
-    leaves = {key: x.to(wide if key in WIDE else dtype) for key, x in call.leaves.items()}
-    if message is not None:
-        with pytest.raises(ValueError, match=f"cannot run on 'native': .*{message}; choose 'torch' or 'auto'"):
-            call.run(**leaves, backend="native")
-    expected = call.run(**leaves, backend="native" if message is None else "torch")
-    assert all(map(torch.equal, call.run(**leaves), expected))
 
 
 def test_float32_precision():

@@ -7,10 +7,8 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from luna_mega.kernels import api
-from tests.kernels.backends import NATIVE, TRITON, graded, on_backends, on_triton
+from tests.kernels.backends import NATIVE, TRITON, OperatorCalls, graded, on_backends
 from tests.kernels.calls import CALLS, ON_NATIVE, Sizes
-from tests.kernels.comparisons import assert_same
-from tests.kernels.operators import OperatorCalls
 
 SIZES = Sizes(2, 20, 2, 8, 5, 8, 4, 2, 24)
 NAMES = [name for name in CALLS if name != "damped_ema truncated"]  # not on Triton
@@ -107,25 +105,6 @@ def test_opcheck(triton_device, backend):
             opcheck(operator, arguments, test_utils=tests)
             seen.add(operator._schema.name.partition("::")[2])
     assert seen == registered(backend)
-
-
-@pytest.mark.parametrize(  # `test_gpu.py` compiles the kernels too
-    "name, backend", on_backends(graded([], MAIN, NAMES), ["torch", NATIVE, on_triton(exhaustive=True)])
-)
-def test_compile_fullgraph(triton_device, name, backend):
-    """Programs have the results and gradients of eager calls, also one program for several lengths."""
-    call = CALLS[name](SIZES)
-
-    def loss(*x):
-        return sum(y.square().sum() for y in call.run(**dict(zip(call.leaves, x, strict=True)), backend=backend))
-
-    torch.compiler.reset()
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager", dynamic=backend != "triton")
-    for length in (20, 37) if backend != "triton" else (20,):
-        leaves = CALLS[name](SIZES._replace(length=length)).leaves.values()
-        leaves = [x.float().to(triton_device).requires_grad_() for x in leaves]
-        gradients = (torch.autograd.grad(run(*leaves), leaves) for run in (compiled, loss))
-        assert_same(*gradients, bound=2e-6)  # sums of programs have other orders
 
 
 class Program(torch.nn.Module):

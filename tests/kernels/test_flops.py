@@ -14,19 +14,12 @@ from luna_mega import (
     MegalodonForCausalLM,
     MegaModel,
 )
-from luna_mega.kernels.api import (
-    complex_ema,
-    damped_ema,
-    diagonal_ssm,
-    gated_attention,
-    luna_unpack,
-    timestep_norm,
-    use_backend,
-)
+from luna_mega.kernels.api import gated_attention, luna_unpack, timestep_norm, use_backend
 from luna_mega.kernels.gated_attention import reference as gated_reference, torch_backend as gated_backend
 from luna_mega.kernels.luna_attention import reference as luna_reference
 from luna_mega.kernels.luna_causal_attention import reference as causal_reference, torch_backend as causal_backend
 from tests.kernels.backends import on_native
+from tests.kernels.calls import OPERATORS, Sizes
 
 
 def count(run, *leaves):
@@ -150,56 +143,32 @@ def test_gated_cross_attention_and_varlen_sequences(triton_operators, triton_dev
     assert counter.get_total_flops() == 2 * 20 * 8 * (8 + 24)
 
 
+# Operator, directions -> forward and backward FLOPs, in products with all states at all positions.
+# Real numbers: h = q h + p beta x and y = eta h. Backward: gradients of h (2), x, q, p beta and eta; h is recomputed.
+# Complex: h = q h (4) + p x (1), and the real part of eta h (2). Backward: twice these, and h is recomputed.
+AVERAGES = {
+    ("damped_ema", 1): (3, 8), ("damped_ema", 2): (3, 8), ("complex_ema", 1): (7, 19), ("diagonal_ssm real", 1): (3, 8),
+    ("diagonal_ssm real", 2): (3, 8), ("diagonal_ssm", 1): (7, 19), ("diagonal_ssm", 2): (7, 19),
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("length", [1, 20, 700])  # lengths with an FFT, and with chunks of which the last one is short
-@pytest.mark.parametrize("directions", [1, 2])
-def test_damped_average_counts_as_recurrence(length, directions, triton_operators):
-    channels, states = 3, 4
-    rows = directions * channels
-    shapes = (2, length, channels), *[(rows, states)] * 4, (channels,)
-    products = 2 * (2 * length * rows * states)  # 2 FLOPs per state and position
-    # h = q h + p beta x and y = eta h. Backward: gradients of h (2), x, q, p beta and eta; h is recomputed.
-    expected = 3 * products, (6 + 2) * products
-    assert count(lambda *x: damped_ema(*x, backend="torch"), *draw(*shapes)) == expected
-    x, *parameters, skip = draw(*shapes, device="meta")
-    assert count(lambda *x: damped_ema(*x, backend="triton"), x, *parameters, skip) == expected
-    if directions == 1:
-        state = x.new_empty(2, channels, states)
-        with FlopCounterMode(display=False) as counter:
-            triton_operators["averages"].damped_step(x[:, 0], state, *parameters, skip, None)
-        assert counter.get_total_flops() * length == expected[0]
-
-
-@pytest.mark.parametrize("length", [1, 20, 700])
-def test_complex_average_counts_as_recurrence(length, triton_operators):
-    channels, states = 3, 4
-    table, pairs = (channels, states), (channels, states, 2)
-    products = 2 * (2 * length * channels * states)
-    # h = q h (4) + p x (1), and the real part of eta h (2). Backward: twice these, and h is recomputed.
-    expected = 7 * products, (14 + 5) * products
-    shapes = (2, length, channels), table, table, (channels,), pairs, (channels,)
-    assert count(lambda *x: complex_ema(*x, backend="torch"), *draw(*shapes)) == expected
-    x, *parameters, skip = draw(*shapes, device="meta")
-    assert count(lambda *x: complex_ema(*x, backend="triton"), x, *parameters, skip) == expected
-    with FlopCounterMode(display=False) as counter:
-        coefficients = (parameters[3],) * 3
-        triton_operators["averages"].complex_step(x[:, 0], x.new_empty(2, *pairs), *coefficients, None, None)
-    assert counter.get_total_flops() * length == expected[0]
-
-
-@pytest.mark.parametrize("turning", [False, True], ids=["real", "complex"])
-@pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("backend, device", [("torch", "cpu"), on_native("cpu"), ("triton", "meta")])
-def test_diagonal_ssm_counts_as_an_average(backend, device, directions, turning, triton_operators):
-    channels, states, length = 3, 4, 20
-    table = directions * channels, states
-    shapes = (2, length, channels), table, *((table, (*table, 2)) if turning else (table,)), (channels,)
-    products = 2 * (2 * length * directions * channels * states)
-    expected = tuple(number * products for number in ((7, 19) if turning else (3, 8)))
-
-    def run(x, *rest):
-        return diagonal_ssm(x, rest[0], rest[1] if turning else None, *rest[-2:], backend=backend)
-
-    assert count(run, *draw(*shapes, device=device)) == expected
+@pytest.mark.parametrize(("operator", "directions"), AVERAGES)
+@pytest.mark.usefixtures("triton_operators")
+def test_averages_count_as_recurrences(operator, directions, backend, device, length):
+    sizes, several = Sizes(2, length, channels=3, states=4), {} if directions == 1 else {"directions": 2}
+    call = OPERATORS[operator].make(sizes, **several)
+    products = 2 * (2 * length * directions * 3 * 4)  # 2 FLOPs per state and position
+    forward, backward = (number * products for number in AVERAGES[operator, directions])
+    leaves = [x.float().to(device) for x in call.leaves.values()]
+    found = count(lambda *x: call.run(**dict(zip(call.leaves, x, strict=True)), backend=backend)[0], *leaves)
+    assert found == (forward, backward)
+    if backend == "triton" and directions == 1 and operator in ("damped_ema", "complex_ema"):
+        step = OPERATORS[f"{operator}_step"].make(sizes)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            step.run(**{key: x.float().to(device) for key, x in step.leaves.items()}, backend=backend)
+        assert counter.get_total_flops() * length == forward
 
 
 def test_norm():

@@ -3,47 +3,29 @@
 import pytest
 import torch
 
-from tests.kernels.comparisons import assert_same, relative_error
+from tests.kernels.comparisons import assert_same
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from luna_mega.kernels.common import triton_choice  # noqa: E402
 from luna_mega.kernels.common.comparison import row_error  # noqa: E402
-from tests.kernels import (  # noqa: E402
-    gpu,
-    test_gated_attention,
-    test_luna_attention,
-    test_luna_attention_triton,
-    test_luna_causal_attention_triton,
-)
+from tests.kernels import gpu  # noqa: E402
+from tests.kernels.contract import BOUNDS, TRITON_BOUNDS  # noqa: E402
 
 
 def on_a_gpu(actual, expected):
     gpu.check({"output": actual}, {"output": expected}, actual.dtype)
 
 
-def luna_attention(actual, expected):
-    test_luna_attention.check([actual], [expected], test_luna_attention_triton.DTYPES[actual.dtype])
-
-
-def luna_causal_attention(actual, expected):
-    bound = test_luna_causal_attention_triton.BOUNDS[actual.dtype]
-    assert_same([actual], [expected], bound)
-
-
-def averages_and_norm(actual, expected):
-    assert_same([actual], [expected], {torch.float32: 1e-5}.get(actual.dtype, 3e-2))
-
-
-def gated_attention(actual, expected):
-    assert relative_error(actual, expected) <= test_gated_attention.TOLERANCE[actual.dtype]
+def contract(actual, expected):
+    assert_same([actual], [expected], max(bounds[actual.dtype] for bounds in (BOUNDS, *TRITON_BOUNDS.values())))
 
 
 def tuning(actual, expected):
     assert triton_choice.difference([actual], [expected.to(actual.dtype)]) is None
 
 
-COMPARISONS = [on_a_gpu, luna_attention, luna_causal_attention, averages_and_norm, gated_attention, tuning]
+COMPARISONS = [on_a_gpu, contract, tuning]
 
 
 def results(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,21 +55,6 @@ def test_layers_compute_their_ops(x):
     torch.testing.assert_close(ssm(x, mask=mask), diagonal_ssm(x, *weights, ssm.skip, mask=mask))
 
 
-def test_segments_and_steps_equal_one_call(layer, x):
-    layer, x = layer.double(), x.double()
-    expected, last = layer(x, return_state=True)
-    first, state = layer(x[:, :7], return_state=True)
-    second, state = layer(x[:, 7:], state, return_state=True)
-    assert_same([torch.cat((first, second), 1), state], [expected, last])
-    for enabled in (True, False):
-        state, outputs = None, []
-        with torch.set_grad_enabled(enabled):
-            for t in range(T):
-                output, state = layer.step(x[:, t], state)
-                outputs.append(output)
-        assert_same([torch.stack(outputs, 1), state], [expected, last])
-
-
 def test_masked_rows_of_a_step_keep_their_states(layer, x):
     _, state = layer(x, return_state=True)
     mask = torch.tensor([True, False])
@@ -80,14 +65,25 @@ def test_masked_rows_of_a_step_keep_their_states(layer, x):
     assert not layer.step(x[:, 0], mask=mask)[1][1].any()
 
 
-def test_gradients_of_all_parameters_through_calls_and_steps(layer, x):
-    grads = []
-    for run in (lambda: layer(x, return_state=True), lambda: steps(layer, x)):
-        output, state = run()
-        grads.append(torch.autograd.grad(output.sin().sum() + state.sum(), list(layer.parameters())))
-    for actual, expected in zip(*grads, strict=True):
-        assert expected.any()
-        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
+def segments(layer, x):
+    first, state = layer(x[:, :7], return_state=True)
+    second, state = layer(x[:, 7:], state, return_state=True)
+    return torch.cat((first, second), 1), state
+
+
+def test_segments_and_steps_are_one_call(layer, x):
+    """Outputs, states and gradients of all parameters are equal."""
+    layer, x = layer.double(), x.double()
+    results = []
+    for run in (lambda *_: layer(x, return_state=True), segments, steps):
+        output, state = run(layer, x)
+        gradients = torch.autograd.grad(output.sin().sum() + state.sum(), list(layer.parameters()))
+        results.append([output, state, *gradients])
+        assert all(y.any() for y in gradients)
+    assert_same(results[1], results[0], 1e-11)
+    assert_same(results[2], results[0], 1e-11)
+    with torch.no_grad():
+        assert_same(steps(layer, x), results[0][:2])
 
 
 def steps(layer, x, coefficients=None):
@@ -319,24 +315,21 @@ def test_bidirectional_layers(make, x):
         with pytest.raises(ValueError, match="no state; omit initial_state and return_state"):
             call()
     assert repr(layer).endswith("bidirectional=True)")
-
-
-@pytest.mark.parametrize("make", [*BIDIRECTIONAL, *(LAYERS[name] for name in ("DiagonalSSM", "DiagonalSSM, real"))])
-def test_compiled_layers_with_symbolic_channels(make, x):
-    """The sizes of x are symbols, and those of weights are constants."""
     torch.compiler.reset()
-    layer = make()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
     assert_same([compiled(x)], [layer(x)], 1e-5)
 
 
-@pytest.mark.slow
-def test_compile(layer, x):
+@pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_compile(layer, x, dynamic):
+    """With `dynamic`, the sizes of x are symbols, and those of weights are constants."""
     torch.compiler.reset()
+    options = {"fullgraph": True, "dynamic": dynamic, "backend": "eager" if dynamic else "aot_eager"}
     state = layer(x, return_state=True)[1].detach()
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, **options)
+    assert_same([compiled(x)], [layer(x)], 1e-5)
     assert_same(compiled(x, state, return_state=True), layer(x, state, return_state=True), 1e-5)
-    step = torch.compile(layer.step, fullgraph=True, backend="aot_eager")
+    step = torch.compile(layer.step, **options)
     with torch.no_grad():
         assert_same(step(x[:, 0], state), layer.step(x[:, 0], state), 1e-5)
         load(layer, random.Random(0))
@@ -391,24 +384,6 @@ def test_initializations_of_s4d():
     assert real.frequency is None and real.output_weight.shape == (3, 16)
 
 
-@torch.no_grad()
-def test_vmap_of_steps(layer, x):
-    """A mapped x or mask, and one state."""
-    _, state = layer(x, return_state=True)
-    tokens, masks = x.transpose(0, 1), torch.rand(T, 2) < 0.5
-    for rows, masked in ((tokens, None), (tokens[0], masks), (tokens, masks)):
-        mapped = 0 if rows is tokens else None, None if masked is None else 0
-
-        def step(row, mask):
-            return layer.step(row, state, mask=mask)
-
-        actual = torch.vmap(step, mapped)(rows, masked)
-        expected = [
-            step(rows if mapped[0] is None else rows[t], masked if masked is None else masked[t]) for t in range(T)
-        ]
-        assert_same(actual, map(torch.stack, zip(*expected, strict=True)), 1e-5)
-
-
 @pytest.mark.parametrize("surrounding", [FakeTensorMode, lambda: torch.device("meta")], ids=["fake", "meta"])
 @pytest.mark.parametrize("make", [*LAYERS.values(), *BIDIRECTIONAL])
 def test_layers_without_values(make, surrounding):
@@ -432,16 +407,3 @@ def test_layers_of_the_meta_device_are_initialized_later():
         layer = layer.to_empty(device="cpu")
         layer.reset_parameters()
         assert all(weight.isfinite().all() for weight in layer.parameters())
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"init": "legs"}, "no initialization 'legs' of DiagonalSSM; choose one of lin, inv, real"),
-        ({"discretization": "none"}, "no discretization 'none'; choose one of zoh, bilinear"),
-        ({"step": (0.1, 0.01)}, r"positive time steps, got \(0.1, 0.01\)"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        DiagonalSSM(D, N, **options)

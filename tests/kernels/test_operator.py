@@ -10,9 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from luna_mega.kernels import _export
 from luna_mega.kernels.api import damped_ema, timestep_norm, use_backend
-from tests.kernels.backends import NATIVE
+from tests.kernels.backends import NATIVE, OperatorCalls
 from tests.kernels.calls import calls
-from tests.kernels.operators import OperatorCalls
 
 OPERATORS = {"torch": "luna_mega::moving_average", "native": "luna_mega::damped_ema_native"}
 

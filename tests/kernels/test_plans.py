@@ -13,6 +13,7 @@ from luna_mega.kernels import api  # noqa: E402
 from luna_mega.kernels.common import triton_choice, triton_launch  # noqa: E402
 from luna_mega.kernels.luna_causal_attention import triton_forward  # noqa: E402
 from luna_mega.kernels.moving_average import triton_plan  # noqa: E402
+from tests.kernels import host_counts  # noqa: E402
 from tests.kernels.aot_calls import BF16, ENWIK8, FP16, FP32, LRA, average, causal, gated, luna, turning  # noqa: E402
 
 # Calls by the number of sequences.
@@ -165,3 +166,13 @@ def test_deterministic_calls_are_not_tuned(deterministic, monkeypatch):
         triton_choice.choose(None, [], {}, ["default", "other"], lambda configuration: configuration, device)
         == "default"
     )
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(torch.cuda.is_available(), reason="counts launches on the CPU")
+@pytest.mark.parametrize("cases", [host_counts.operator_cases, host_counts.model_cases])
+def test_counts_are_within_their_budgets(triton_device, cases):
+    """Operators and launches per call determine the speed of small models on a GPU."""
+    for name, run in cases():
+        counts, most = host_counts.measure(run), host_counts.BUDGETS[name]
+        assert counts[0] <= most[0] and counts[1] <= most[1], f"{name}: {counts} operators and launches, at most {most}"
