@@ -554,6 +554,7 @@ def test_decoding_of_text_that_is_split_already(tmp_path):
     tokenizer, _ = split_already(tmp_path)
     assert tokenizer.decode(tokenizer("ein Ha@@ us Boot .").input_ids[:-1]) == "ein Haus <unk> ."
     assert tokenizer.decode(tokenizer("ein Ha@@").input_ids, skip_special_tokens=True) == "ein Ha"
+    assert tokenizer.decode([2], skip_special_tokens=True) == ""
 
 
 def test_sentencepiece(tmp_path):
