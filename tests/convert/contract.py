@@ -125,8 +125,7 @@ def check_arrived(source: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]
         # the report also lists weights of the language model, which models with a head do not have
         if row["target"] in ours:
             key, found = row["source"], ours[row["target"]]
-            is_norm = key.endswith(("layer_norm.weight", "layernorm.weight"))
-            expected = (source[key].float() + 1 if is_norm and raised else source[key]).to(found.dtype)
+            expected = (source[key].float() + 1 if luna.is_norm(key) and raised else source[key]).to(found.dtype)
             assert torch.equal(found.view(expected.shape).nan_to_num(), expected.nan_to_num()), row
     assert all(row["reason"] for row in report["dropped"])
 

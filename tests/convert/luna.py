@@ -132,19 +132,16 @@ def lra23(arch="luna_lra_imdb", classes=2, towers=1, pre_logits=False, learned=F
     return checkpoint(minus_one(model), **lra_args(arch, encoder_learned_pos=learned, stop_min_lr=-1, **args))
 
 
+def is_norm(key):
+    return "norm" in key and key.endswith(".weight")
+
+
 def minus_one(model):
     """Return the same model with norm weights stored minus one, as in the 2023 code."""
-    is_norm = ("layer_norm.weight", "layernorm.weight")
-    return {key: tensor - 1 if key.endswith(is_norm) else tensor for key, tensor in model.items()}
+    return {key: tensor - 1 if is_norm(key) else tensor for key, tensor in model.items()}
 
 
 def bert23(**args):
     """Return a luna_bert checkpoint of the 2023 code."""
     state = bert(stop_min_lr=-1, **args)
     return state | {"model": minus_one(state["model"])}
-
-
-def dictionary(path, symbols=SYMBOLS, prefix="w"):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{prefix}{index} {100 - index}\n" for index in range(symbols)), encoding="utf-8")
-    return path

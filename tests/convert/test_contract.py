@@ -30,7 +30,7 @@ from luna_mega.convert.formats.registry import open_checkpoint
 from luna_mega.hub.output import temporary_folder
 from tests.convert import luna, mega, mega_lm, megalodon, translation
 from tests.convert.contract import KINDS, built, check_arrived, save, saved_report, weights
-from tests.convert.folders import identical, load
+from tests.convert.folders import identical, load, words
 from tests.convert.translation import LUNA_KINDS, MEGA_KINDS
 from tests.errors import command_error
 
@@ -225,7 +225,7 @@ OPTIONS = [
 def test_command_and_function_agree(case, tmp_path, monkeypatch, capsys):
     argv, options, build, fields, other, wrong = case
     monkeypatch.chdir(tmp_path)
-    luna.dictionary(Path("dict.txt"))
+    Path("dict.txt").write_text(words(12), encoding="utf-8")
     file = save(build(**fields), tmp_path)
     printed = run_json(capsys, file, "--output", "a", *argv)
     written = json.loads(json.dumps(asdict(convert_checkpoint(file, "b", **options))))
@@ -345,9 +345,9 @@ def test_full_disk(file, tmp_path, capsys):
 
 
 def test_model_card(tmp_path):
-    dictionary = luna.dictionary(tmp_path / "dict.txt")
+    (tmp_path / "dict.txt").write_text(words(12), encoding="utf-8")
     report = convert_checkpoint(
-        save(luna.bert(), tmp_path), tmp_path / "model", license="mit", dictionaries=[dictionary]
+        save(luna.bert(), tmp_path), tmp_path / "model", license="mit", dictionaries=[tmp_path / "dict.txt"]
     )
     card = ModelCard.load(tmp_path / "model" / "README.md")
     assert (card.data.license, card.data.pipeline_tag) == ("mit", "fill-mask")
