@@ -13,7 +13,6 @@ import torch
 from luna_mega import LunaForMaskedLM
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.conventions import decide_layer_norm
-from luna_mega.convert.formats.registry import registered_formats
 from tests.convert import luna
 from tests.convert.contract import changed, check_arrived, save, weights
 from tests.convert.folders import half, load
@@ -254,16 +253,6 @@ def test_convention_of_layer_norms(mean, choice, expected):
     assert decision.convention == expected and decision.mean == pytest.approx(mean, abs=0.01)
     contradicted = choice != "auto" and mean == {"standard": 0, "plus-one": 1}[choice]
     assert bool(decision.warning) is contradicted and (not contradicted or "contradicts" in decision.warning)
-
-
-@pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.facts.name)
-def test_every_argument_stands_once(found):
-    """Every argument has one row with a type per revision."""
-    for revision in found.facts.revisions:
-        rows = [row for row in found.table if row.revision in (None, revision)]
-        kinds = {(row.name, row.kind) for row in rows if row.name and row.kind is not None}
-        assert {name for name, _ in kinds} == {row.name for row in rows} - {""} and len(kinds) == len(dict(kinds))
-        assert {name for own in found.facts.architectures.values() for name in own} <= {row.name for row in found.table}
 
 
 @pytest.mark.parametrize(("model", "length"), [(luna_seq2seq(), 21), (mega_seq2seq(), 202)], ids=["luna", "mega"])
