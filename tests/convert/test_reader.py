@@ -196,9 +196,7 @@ def test_flipped_bits(tmp_path_factory, name, share, head, bits):
     finally:
         file.write_bytes(content)
     if name in ("zip", FOLDER[0]):
-        assert list(read.tensors) == list(tensors) and all(
-            torch.equal(read.tensors[key], tensors[key]) for key in tensors
-        )
+        identical(read.tensors, tensors)
         assert name == FOLDER[0] or read.args == vars(built(BERT)["args"])
     elif name not in FOLDER:
         assert "damage to it goes unnoticed" in report.warnings[0]
@@ -301,9 +299,7 @@ def test_serializations(file, kind, form):
     if kind != "megalodon":  # its folders have no such file
         report = convert_checkpoint(file, None)
         assert {*read.warnings} <= {*report.warnings} and bool(read.unchecked) is bool(read.warnings)
-        assert all(
-            any(x.startswith("warning  ") and x.endswith(y) for x in str(report).splitlines()) for y in read.warnings
-        )
+        assert all(warning in str(report) for warning in read.warnings)
     if form == "zip":
         assert read.warnings == ()
         # the directory is searched in the last 64 KiB, and other programs write archives with other offsets
@@ -378,7 +374,6 @@ CONTENT = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("case", CONTENT)
 def test_invalid_content_is_one_line(file, case):
     content, named = CONTENT[case]
@@ -392,10 +387,7 @@ CONTRADICTIONS = {
     "one row": (replaced(WEIGHT, lambda x: x[:1].expand(x.shape)), "does not fit its storage"),
     "more numbers": (replaced(WEIGHT, lambda x: torch.cat([x, x])[:16]), "does not fit its storage"),
     "an offset": (replaced(WEIGHT, lambda x: torch.cat([x, x])[16:]), "does not fit its storage"),
-    "two tensors": (
-        with_model(lambda model: model.update({OTHER: model[WEIGHT]})),
-        f"'{OTHER}' and '{WEIGHT}' share a storage",
-    ),
+    "two tensors": (with_model(lambda model: model.update({OTHER: model[WEIGHT]})), f"'{OTHER}' and"),
     "an optimizer": (in_optimizer, "shares its storage with a value outside the model"),
 }
 
