@@ -198,6 +198,8 @@ def test_conversion(kind, tmp_path, monkeypatch, capsys):
     assert rows["tensors"] == f"{len(report.mapped)} mapped, {len(report.dropped)} dropped, 0 missing, 0 unexpected"
     assert report.source == saved_report(output)["source"]
 
+    card = ModelCard.load(output / "README.md")
+    assert report.source["sha256"] in card.text and (card.data.pipeline_tag is None) is ("pixels" in kind)
     assert condition == "`import luna_mega`; without luna-mega, add trust_remote_code=True"
     auto_class = call.split(".")[0]
     model = eval(call, {auto_class: getattr(transformers, auto_class)})
@@ -234,6 +236,7 @@ def test_command_and_function_agree(case, tmp_path, monkeypatch, capsys):
     assert printed == written
     for name in ("config.json", "model.safetensors", "conversion_report.json"):
         assert Path("a", name).read_bytes() == Path("b", name).read_bytes(), name
+    assert ModelCard.load("a/README.md").data.license == options.get("license")
     save(other(**wrong), tmp_path)
     with pytest.raises(ConversionError) as error:
         convert_checkpoint(file, "c", **options)
@@ -342,16 +345,6 @@ def test_full_disk(file, tmp_path, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 1 and "cannot write model.safetensors" in capsys.readouterr().err.splitlines()[-1]
     assert list(tmp_path.iterdir()) == [file]
-
-
-def test_model_card(tmp_path):
-    (tmp_path / "dict.txt").write_text(words(12), encoding="utf-8")
-    report = convert_checkpoint(
-        save(luna.bert(), tmp_path), tmp_path / "model", license="mit", dictionaries=[tmp_path / "dict.txt"]
-    )
-    card = ModelCard.load(tmp_path / "model" / "README.md")
-    assert (card.data.license, card.data.pipeline_tag) == ("mit", "fill-mask")
-    assert "README.md" in report.files and report.source["sha256"] in card.text
 
 
 PATHS = {

@@ -79,7 +79,7 @@ class Row(NamedTuple):
 
 def symbols_of(build: Callable[..., State], starts: bool = True, length: int = luna.POSITIONS, **args: Any) -> Row:
     """Return a row of a model of LRA, whose sequences start with the last id if the model pools that position."""
-    found = ("whitespace-separated symbols, 17 ids", f"{'' if starts else '!'}every sequence starts with <CLS>, id 16")
+    found = ("whitespace-separated symbols, 17 ids", f"{'!' * (not starts)}every sequence starts with <CLS>, id 16")
     return Row(
         lambda: build(**args), {"src-bin/dict.txt": words(12)}, {}, [16] * starts + [4, 6, 3, 2],
         length=length, copies={"dict.txt": "src-bin/dict.txt"}, report=found,

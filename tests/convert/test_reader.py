@@ -361,10 +361,9 @@ CONTENT = {
     "a model as a list": ({"args": argparse.Namespace(), "model": [1]}, "'model' is a list"),
     "no args": ({"model": {}}, "no field 'args'"),
     "no model": ({"args": argparse.Namespace()}, "no field 'model'"),
-    "hydra": (
-        lambda: luna.bert() | {"cfg": {"model": {"arch": "luna"}}},
-        "field 'cfg': written by a later fairseq (hydra",
-    ),
+    "args None": (built(BERT) | {"args": None}, "field 'args' is None"),
+    "a model None": (built(BERT) | {"model": None}, "field 'model' is None"),
+    "hydra": (built(BERT) | {"cfg": {"model": {"arch": "luna"}}}, "field 'cfg': written by a later fairseq (hydra"),
     "two lines": ({1: 2, "a\nb": 3}, "no field 'args' (found: 1, a"),
     "endlessly shared": (
         with_model(lambda model: model.update(dict.fromkeys((f"x.{i}" for i in range(2000)), torch.zeros(1 << 20)))),
