@@ -279,44 +279,38 @@ def test_occupied_output(file, tmp_path, capsys):
     assert [path.read_text(encoding="utf-8") for path in output.iterdir()] == ["precious"]
 
 
-FAILURES = {
-    "full disk": OSError("no space left"),
-    "interrupt": KeyboardInterrupt(),
-    "bug": Exception("bug"),
-    "SIGINT": (130, "luna-mega convert: interrupted\n"),
-    "SIGTERM": (143, ""),
-}
+EXCEPTIONS = {"full disk": OSError("no space left"), "interrupt": KeyboardInterrupt(), "bug": Exception("bug")}
+# Signal -> exit status and message of the command.
+SIGNALS = {"SIGINT": (130, "luna-mega convert: interrupted\n"), "SIGTERM": (143, "")}
 
 
 @pytest.mark.parametrize("there", [False, True])
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("failure", [*EXCEPTIONS, *SIGNALS])
 def test_failed_write_leaves_no_files(file, tmp_path, capsys, monkeypatch, failure, there):
     """A conversion that fails or ends by a signal after the weights are on the disk leaves no files."""
-    output, expected = tmp_path / "model" if there else tmp_path / "x" / "y", FAILURES[failure]
+    output = tmp_path / "model" if there else tmp_path / "x" / "y"
     if there:
         output.mkdir()
     before, handler = sorted(tmp_path.rglob("*")), signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def fail(report, folder):
         assert (folder / "model.safetensors").is_file()
-        if isinstance(expected, BaseException):
-            raise expected
+        if failure in EXCEPTIONS:
+            raise EXCEPTIONS[failure]
         signal.raise_signal(getattr(signal, failure))
 
     monkeypatch.setattr(importer.Report, "save", fail)
     try:
-        if isinstance(expected, BaseException):
-            with pytest.raises(type(expected)) as raised:
+        with pytest.raises((Exception, KeyboardInterrupt, SystemExit)) as raised:
+            if failure in EXCEPTIONS:
                 convert_checkpoint(file, output)
-            assert raised.value is expected
-        else:
-            try:
-                status = luna_mega_cli.main(["convert", str(file), "--output", str(output)])
-            except SystemExit as stop:
-                status = stop.code
-            assert (status, capsys.readouterr().err) == expected
+            sys.exit(luna_mega_cli.main(["convert", str(file), "--output", str(output)]))
     finally:
         signal.signal(signal.SIGINT, handler)
+    if failure in EXCEPTIONS:
+        assert raised.value is EXCEPTIONS[failure]
+    else:
+        assert (raised.value.code, capsys.readouterr().err) == SIGNALS[failure]
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -374,11 +374,3 @@ def test_sentencepiece(tmp_path):
     tokenizer = translation_tokenizer(dictionary_of(tmp_path, symbols))
     assert tokenizer("▁ein ▁Ha us .").input_ids == [4, 5, 6, 7, 2]
     assert tokenizer.decode([4, 5, 6, 7, 2], skip_special_tokens=True) == "ein Haus."
-
-
-def test_fixture(parity_folder):
-    """The tokenizer of an original checkpoint's dictionary has ids from 4."""
-    dictionary = read_dictionary(parity_folder("luna", "s2s_tied") / "dict.en.txt")
-    tokenizer = translation_tokenizer(dictionary)
-    assert tokenizer("w000@@ w001 nothing").input_ids == [4, 5, 3, 2]
-    assert tokenizer.decode([4, 5]) == "w000w001"
