@@ -60,7 +60,7 @@ class Row(NamedTuple):
         options: Options of the conversion.
         ids: Ids of the text; None if there is no tokenizer.
         text: Text.
-        length: Maximum length of the tokenizer.
+        length: Maximum length of the tokenizer; None for no maximum.
         labels: Names of the classes.
         copies: Names of files in the converted folder, and those next to the checkpoint.
         report: Parts of the report (after a !: not in it).
@@ -71,14 +71,14 @@ class Row(NamedTuple):
     options: dict[str, Any] = {}
     ids: list[int] | None = None
     text: str = "w0 w2 x"
-    length: int = luna.POSITIONS
+    length: int | None = luna.POSITIONS
     labels: list[str] | None = None
     copies: dict[str, str] = {}
     report: tuple[str, ...] = ()
 
 
 def symbols_of(build: Callable[..., State], starts: bool = True, length: int = luna.POSITIONS, **args: Any) -> Row:
-    """Return a row of a model of LRA, whose sequences start with the last id if the model pools that position."""
+    """Return a row of an LRA model; its sequences start with the last id if the model pools the first position."""
     found = ("whitespace-separated symbols, 17 ids", f"{'!' * (not starts)}every sequence starts with <CLS>, id 16")
     return Row(
         lambda: build(**args), {"src-bin/dict.txt": words(12)}, {}, [16] * starts + [4, 6, 3, 2],

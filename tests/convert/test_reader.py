@@ -181,10 +181,10 @@ def valid(name, make):
 def test_flipped_bits(tmp_path_factory, name, share, head, bits):
     """Flipped bits are one line or change nothing; a file without checksums has a warning, and settings may change."""
     source, file, tensors = valid(name, tmp_path_factory.mktemp)
-    content = file.read_bytes()
-    at, damaged = int(share * (min(9000, len(content)) - len(bits) if head else len(content) - len(bits))), content
+    content = damaged = file.read_bytes()
+    size = len(content) - len(bits)
     for number, bit in enumerate(bits):
-        damaged = flip(damaged, at + number, bit)
+        damaged = flip(damaged, int(share * (min(9000, size) if head else size)) + number, bit)
     file.write_bytes(damaged)
     try:
         report = convert_checkpoint(source, None)

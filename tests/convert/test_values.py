@@ -75,6 +75,12 @@ def nan_embedding(state):
     return changed(state, state["model"] | copies)
 
 
+def negated(state):
+    """Return a checkpoint whose output weight has the negative bit: it stores the negated values of the embedding."""
+    weight = state["model"]["encoder.lm_head.weight"]
+    return changed(state, state["model"] | {"encoder.lm_head.weight": torch._neg_view(-weight)})
+
+
 def minus_one(state):
     """Return a checkpoint with norm weights stored minus one, as in the 2023 code."""
     return changed(state, luna.minus_one(state["model"]))
@@ -133,6 +139,7 @@ VALUES = [
       for order in ("sorted", "one layer", "reversed")),
     (lambda: mega(prenorm=1, embed_norm=numpy.int64(0)), (),
      {"normalize_before_mega": True, "embedding_norm": False}, []),
+    (lambda: negated(bert()), (), {"tie_word_embeddings": True}, []),
     # Equal NaN values are tied, also if the file has one number of one of them.
     (lambda: nan_embedding(bert(tied_lm=False)), (), {"tie_word_embeddings": True}, ["NaN or Inf"]),
     (lambda: minus_one(checkpoint(luna_seq2seq())), ("layer_norm", "plus-one"), {}, ["plus-one"]),
