@@ -39,7 +39,7 @@ def _symbols(dictionary: Dictionary) -> Tokenizer:
         joined = [decoders.Replace(_SENTENCEPIECE_SPACE, " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     else:
         joined = [decoders.Replace(Regex("$"), " "), decoders.Replace(f"{_CONTINUES} ", ""), decoders.Fuse()]
-        joined.append(decoders.Strip(" ", 0, 1))
+        joined.append(decoders.Replace(Regex(" $"), ""))  # `Strip` of an empty text panics in tokenizers 0.23
     backend.decoder = decoders.Sequence(joined)
     return backend
 

@@ -1,8 +1,11 @@
-"""GPT-2's byte-pair encoding in plain Python, as in its encoder.py, and ids of its pieces from a fairseq dictionary."""
+"""Byte-pair encoding in plain Python: GPT-2's encoder.py with a fairseq dictionary, and subword-nmt's apply_bpe.py."""
+
+import json
 
 import regex
 
 WORDS = regex.compile(r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""")
+MERGES = ["Ġ t", "h e", "Ġt he", "a b", "ab c", "b c", "c a", "Ġ ab", "Ã ©", "abc ab", "Ġ Ġ", "Ġt h"]
 
 
 def byte_alphabet():
@@ -12,8 +15,29 @@ def byte_alphabet():
     return dict(zip(shown + hidden, map(chr, shown + [256 + n for n in range(len(hidden))]), strict=True))
 
 
+def merge(pieces, ranks):
+    """Return the pieces after all merges, first of the pair with the lowest rank."""
+    while len(pieces) > 1:
+        pair = min(zip(pieces, pieces[1:], strict=False), key=lambda pair: ranks.get(pair, len(ranks)))
+        if pair not in ranks:
+            break
+        merged, at = [], 0
+        while at < len(pieces):
+            here = tuple(pieces[at : at + 2]) == pair
+            merged.append("".join(pair) if here else pieces[at])
+            at += 2 if here else 1
+        pieces = merged
+    return pieces
+
+
+def segment(word, merges):
+    """Return the pieces of a word as `encode` of subword-nmt (version 0.2) does; the last one ends with `</w>`."""
+    ranks = {pair: rank for rank, pair in reversed(list(enumerate(merges)))}
+    return merge([*word[:-1], f"{word[-1]}</w>"], ranks)
+
+
 class Gpt2:
-    """Split texts into GPT-2's pieces; return the pieces, their ids, or their character ranges."""
+    """Split texts into GPT-2's pieces; return the pieces, their ids, their character ranges, or their text."""
 
     def __init__(self, merges):
         self.alphabet = byte_alphabet()
@@ -31,18 +55,7 @@ class Gpt2:
         return found
 
     def bpe(self, word):
-        symbols = [self.alphabet[byte] for byte in word.encode()]
-        while len(symbols) > 1:
-            pair = min(zip(symbols, symbols[1:], strict=False), key=lambda pair: self.ranks.get(pair, len(self.ranks)))
-            if pair not in self.ranks:
-                break
-            merged, at = [], 0
-            while at < len(symbols):
-                here = tuple(symbols[at : at + 2]) == pair
-                merged.append("".join(pair) if here else symbols[at])
-                at += 2 if here else 1
-            symbols = merged
-        return symbols
+        return merge([self.alphabet[byte] for byte in word.encode()], self.ranks)
 
     def offsets(self, text):
         """Return the character range of every piece, without spaces at both ends."""
@@ -63,3 +76,19 @@ class Gpt2:
         """Return the ids that fairseq's `encode` and a dictionary of these symbols assign to the texts."""
         index = {symbol: 4 + line for line, symbol in enumerate(symbols)}
         return [[0, *(index.get(self.number[piece], 3) for piece in self.pieces(text)), 2] for text in texts]
+
+    def decode(self, names):
+        """Return the text of pieces and special tokens."""
+        byte = {character: byte for byte, character in self.alphabet.items()}
+        parts = [bytes(map(byte.get, name)) if name in self.number else name.encode() for name in names]
+        return b"".join(parts).decode("utf-8", "replace")
+
+
+def write_bpe(folder, merges=MERGES):
+    """Write GPT-2's files `encoder.json` and `vocab.bpe` with these merges."""
+    folder.mkdir()
+    pieces = [*Gpt2(merges).number, "<|endoftext|>"]
+    encoder = json.dumps({piece: index for index, piece in enumerate(pieces)})
+    (folder / "encoder.json").write_text(encoder, encoding="utf-8")
+    (folder / "vocab.bpe").write_text("#version: 0.2\n" + "\n".join(merges) + "\n", encoding="utf-8")
+    return folder

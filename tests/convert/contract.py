@@ -9,6 +9,7 @@ import functools
 import json
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,8 +126,7 @@ def check_arrived(source: dict[str, torch.Tensor], ours: dict[str, torch.Tensor]
         # the report also lists weights of the language model, which models with a head do not have
         if row["target"] in ours:
             key, found = row["source"], ours[row["target"]]
-            is_norm = key.endswith(("layer_norm.weight", "layernorm.weight"))
-            expected = (source[key].float() + 1 if is_norm and raised else source[key]).to(found.dtype)
+            expected = (source[key].float() + 1 if luna.is_norm(key) and raised else source[key]).to(found.dtype)
             assert torch.equal(found.view(expected.shape).nan_to_num(), expected.nan_to_num()), row
     assert all(row["reason"] for row in report["dropped"])
 
@@ -152,8 +152,8 @@ def check_message(message: str, limit: int = 1000) -> None:
 def convert(state: State, folder: Path, **options: Any) -> Report | str:
     """Convert a checkpoint, perhaps damaged; return the report of a valid model, or the message of the error.
 
-    An error is one line and leaves nothing. A model loads, and its configuration has finite values of the declared
-    types.
+    An error is one line and leaves nothing. A model loads with all tensors, and its configuration has finite values of
+    the declared types.
     """
     source, output = save(state, folder), folder / "output"
     try:
@@ -163,6 +163,7 @@ def convert(state: State, folder: Path, **options: Any) -> Report | str:
         assert sorted(folder.iterdir()) == [source]
         return str(error)
     model = load(output, getattr(luna_mega, report.model_class))
+    check_arrived(state["model"], weights(output), asdict(report))
     for config in (model.config, getattr(model.config, "decoder_config", model.config)):
         for name, value in config.to_dict().items():
             assert type(config).__annotations__.get(name) is not bool or isinstance(value, bool), (name, value)

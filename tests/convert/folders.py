@@ -34,9 +34,14 @@ def edit(folder, name="config.json", **changes):
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
-def dictionary(path, size):
-    path.write_text("".join(f"w{index} 1\n" for index in range(size - 4)), encoding="utf-8")
-    return path
+def lines(symbols):
+    """Return the text of a dictionary."""
+    return "".join(f"{symbol} 1\n" for symbol in symbols)
+
+
+def words(count, prefix="w"):
+    """Return the text of a dictionary with so many symbols."""
+    return lines(f"{prefix}{index}" for index in range(count))
 
 
 def find_format(name):

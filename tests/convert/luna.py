@@ -37,24 +37,20 @@ def encoder(name, tied, layers=LAYERS, embedding=None, positions=POSITIONS + 2):
     return tensors | norm(f"{name}.emb_layer_norm") | norm(f"{name}.proj_emb_layer_norm")
 
 
-def checkpoint(model, **args):
-    """Return the dict that fairseq saves, without entries that are needed only for training."""
+def checkpoint(model, /, **args):
+    """Return the dict that fairseq saves, without entries that are needed only for training.
+
+    Arguments that are None are omitted from the args.
+    """
+    args = {name: value for name, value in args.items() if value is not None}
     history = [{"num_updates": 500}, {"num_updates": 1000}]
     return {"args": argparse.Namespace(**args), "model": model, "optimizer_history": history}
 
 
-def bert_args(**changes):
-    args = {
-        "arch": "luna_base_tied_512",
-        "task": "masked_lm",
-        "encoder_layers": LAYERS,
-        "encoder_embed_dim": WIDTH,
-        "encoder_ffn_embed_dim": FFN,
-        "encoder_attention_heads": HEADS,
-        "projection_length": PACKED,
-        "max_positions": POSITIONS,
-    }
-    return {name: value for name, value in (args | changes).items() if value is not None}
+SIZES = {"encoder_layers": LAYERS, "encoder_embed_dim": WIDTH, "encoder_ffn_embed_dim": FFN}
+SIZES |= {"encoder_attention_heads": HEADS, "max_positions": POSITIONS}
+BERT = SIZES | {"arch": "luna_base_tied_512", "task": "masked_lm", "projection_length": PACKED}
+LRA = SIZES | {"task": "long_range_arena", "encoder_projection_length": PACKED}
 
 
 def bert_head(name, classes=3, inner=WIDTH):
@@ -70,10 +66,7 @@ def bert_head(name, classes=3, inner=WIDTH):
 
 
 def bert(heads=(), tied=True, tied_lm=True, **args):
-    """Return a luna_bert checkpoint.
-
-    `heads` are pairs (name, classes). Arguments that are None are omitted from the args.
-    """
+    """Return a luna_bert checkpoint; `heads` are pairs (name, classes)."""
     model = encoder("encoder.sentence_encoder", tied)
     embedding = model["encoder.sentence_encoder.embed_tokens.weight"]
     model["encoder.lm_head.weight"] = embedding if tied_lm else torch.randn_like(embedding)
@@ -81,21 +74,7 @@ def bert(heads=(), tied=True, tied_lm=True, **args):
     model |= linear("encoder.lm_head.dense", WIDTH) | norm("encoder.lm_head.layer_norm")
     for name, classes in heads:
         model |= bert_head(name, classes)
-    return checkpoint(model, **bert_args(**args))
-
-
-def lra_args(arch, **changes):
-    args = {
-        "arch": arch,
-        "task": "long_range_arena",
-        "encoder_layers": LAYERS,
-        "encoder_embed_dim": WIDTH,
-        "encoder_ffn_embed_dim": FFN,
-        "encoder_attention_heads": HEADS,
-        "encoder_projection_length": PACKED,
-        "max_positions": POSITIONS,
-    }
-    return {name: value for name, value in (args | changes).items() if value is not None}
+    return checkpoint(model, **BERT | args)
 
 
 def lra21(arch="luna_lra_imdb", tied=False, layers=LAYERS, classes=2, towers=1, depth=1, **args):
@@ -104,7 +83,7 @@ def lra21(arch="luna_lra_imdb", tied=False, layers=LAYERS, classes=2, towers=1, 
     for index in range(1, depth):
         model |= linear(f"classifier.{index}", 10, 10)
     model |= linear("sentence_projection_layer", classes, 10, bias=False)
-    return checkpoint(model, **lra_args(arch, **args))
+    return checkpoint(model, **LRA | {"arch": arch} | args)
 
 
 def sinusoids(length, width):
@@ -128,23 +107,21 @@ def lra23(arch="luna_lra_imdb", classes=2, towers=1, pre_logits=False, learned=F
         model |= linear("pre_logits.0", WIDTH, towers * WIDTH)
     features = WIDTH if pre_logits else towers * WIDTH
     model |= linear("sentence_projection_layer", classes, features, bias=False)
-    args = {"task": "lra-image" if image else "lra-text", "input_type": "image" if image else "text"} | args
-    return checkpoint(minus_one(model), **lra_args(arch, encoder_learned_pos=learned, stop_min_lr=-1, **args))
+    kind = "image" if image else "text"
+    found = LRA | {"arch": arch, "task": f"lra-{kind}", "input_type": kind, "encoder_learned_pos": learned}
+    return checkpoint(minus_one(model), **found | {"stop_min_lr": -1} | args)
+
+
+def is_norm(key):
+    return "norm" in key and key.endswith(".weight")
 
 
 def minus_one(model):
     """Return the same model with norm weights stored minus one, as in the 2023 code."""
-    is_norm = ("layer_norm.weight", "layernorm.weight")
-    return {key: tensor - 1 if key.endswith(is_norm) else tensor for key, tensor in model.items()}
+    return {key: tensor - 1 if is_norm(key) else tensor for key, tensor in model.items()}
 
 
 def bert23(**args):
     """Return a luna_bert checkpoint of the 2023 code."""
     state = bert(stop_min_lr=-1, **args)
     return state | {"model": minus_one(state["model"])}
-
-
-def dictionary(path, symbols=SYMBOLS, prefix="w"):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(f"{prefix}{index} {100 - index}\n" for index in range(symbols)), encoding="utf-8")
-    return path

@@ -1,26 +1,15 @@
 """Small Mega checkpoints in fairseq's layout; the tensors are in the original's registration order."""
 
-import argparse
-
 import torch
+
+from tests.convert.luna import checkpoint, linear
 
 WIDTH, VALUES, SHARED, EMA, FFN, LAYERS, POSITIONS, HIDDEN, SYMBOLS = 16, 24, 6, 4, 20, 2, 30, 10, 12
 VOCABULARY = 4 + SYMBOLS + 1
-FIELDS = {
-    "hidden_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "intermediate_size": VALUES,
-    "shared_representation_size": SHARED,
-    "ema_projection_size": EMA,
-    "nffn_hidden_size": FFN,
-}
+FIELDS = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "intermediate_size": VALUES}
+FIELDS |= {"shared_representation_size": SHARED, "ema_projection_size": EMA, "nffn_hidden_size": FFN}
 BODY = "encoder.encoder"
 ORDER = {"main": ("delta", "alpha"), "flash": ("alpha", "delta")}
-
-
-def linear(name, rows, columns, bias=True):
-    tensors = {f"{name}.weight": torch.randn(rows, columns) * 0.3}
-    return tensors | ({f"{name}.bias": torch.randn(rows) * 0.1} if bias else {})
 
 
 def norm(name, kind):
@@ -79,10 +68,7 @@ def mega(
     depth=1,
     **args,
 ):
-    """Return an LRA checkpoint or, for such an `arch`, a raw speech checkpoint.
-
-    Arguments that are None are omitted from the args.
-    """
+    """Return an LRA checkpoint or, for such an `arch`, a raw speech checkpoint."""
     model = {f"{BODY}.embed_tokens.embed.weight": torch.randn(VOCABULARY, WIDTH)}
     if values:
         model = {f"{BODY}.embed_tokens.{part}": torch.randn(WIDTH) for part in ("weight", "bias")}
@@ -97,33 +83,21 @@ def mega(
     features = HIDDEN if depth else towers * WIDTH
     model |= linear("sentence_projection_layer", classes, features, bias=False)
     speech = arch.startswith("mega_sc")
-    args = {
-        "arch": arch,
-        "task": "speech_commands" if speech else f"lra-{'image' if values else 'text'}",
-        "input_type": None if speech else "image" if values else "text",
-        "encoder_layers": LAYERS,
-        "encoder_embed_dim": WIDTH,
-        "encoder_hidden_dim": VALUES,
-        "encoder_ffn_embed_dim": FFN if ffn else 0,
-        "z_dim": SHARED,
-        "n_dim": EMA,
-        "chunk_size": chunk,
-        "max_positions": POSITIONS,
-        "norm_type": norm_type,
-        "rel_pos_bias": "rotary" if rotary else "simple",
-        "encoder_normalize_before": prenorm,
-        "normalize_embedding": embed_norm,
-        "classifier_layers": depth,
-    } | args
-    args = {name: value for name, value in args.items() if value is not None}
-    return {"args": argparse.Namespace(**args), "model": model, "optimizer_history": [{"num_updates": 1000}]}
+    kind = "image" if values else "text"
+    found = {"arch": arch, "task": "speech_commands" if speech else f"lra-{kind}"}
+    found |= {"input_type": None if speech else kind, "encoder_layers": LAYERS, "encoder_embed_dim": WIDTH}
+    found |= {"encoder_hidden_dim": VALUES, "encoder_ffn_embed_dim": FFN if ffn else 0, "z_dim": SHARED, "n_dim": EMA}
+    found |= {"chunk_size": chunk, "max_positions": POSITIONS, "norm_type": norm_type, "classifier_layers": depth}
+    found |= {"rel_pos_bias": "rotary" if rotary else "simple"}
+    found |= {"encoder_normalize_before": prenorm, "normalize_embedding": embed_norm}
+    return checkpoint(model, **found | args)
 
 
 PATCH, SIDE, CLASSES = 4, 3, 5
 
 
 def mega_image(norm_type="layernorm", *, linear_patches=False, positions=True, hidden=None, **args):
-    """Return a checkpoint in the format of the training script. Arguments that are None are omitted from the args."""
+    """Return a checkpoint in the format of the training script."""
     patches = SIDE * SIDE
     model = {"pos_embed": torch.randn(1, patches, WIDTH)} if positions else {}
     weight = torch.randn(WIDTH, 3, PATCH, PATCH)
@@ -135,21 +109,11 @@ def mega_image(norm_type="layernorm", *, linear_patches=False, positions=True, h
     model |= norm("final_norm", norm_type) | linear("out_proj.fc", WIDTH, WIDTH)
     model |= linear("pre_logits.fc", hidden, WIDTH) if hidden else {}
     model |= linear("head", CLASSES, hidden or WIDTH)
-    args = {
-        "model": "mega_mini",
-        "input_size": SIDE * PATCH,
-        "nb_classes": CLASSES,
-        "norm_type": norm_type,
-        "patch_impl": "linear" if linear_patches else "conv",
-        "no_pos_emb": not positions,
-        "representation_size": hidden,
-        "drop": 0.0,
-        "drop_path": 0.1,
-        "data_path": "/home/somebody/imagenet",
-    } | args
-    args = {name: value for name, value in args.items() if value is not None}
+    found = {"model": "mega_mini", "input_size": SIDE * PATCH, "nb_classes": CLASSES, "norm_type": norm_type}
+    found |= {"patch_impl": "linear" if linear_patches else "conv", "no_pos_emb": not positions}
+    found |= {"representation_size": hidden, "drop": 0.0, "drop_path": 0.1, "data_path": "/home/somebody/imagenet"}
     state = {"model": model, "model_ema": None, "epoch": 3, "steps": 120, "scaler": {}}
-    return state | {"args": argparse.Namespace(**args)}
+    return state | {"args": checkpoint(model, **found | args)["args"]}
 
 
 IMAGES = [

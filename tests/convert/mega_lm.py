@@ -1,11 +1,11 @@
 """Small Mega language models in fairseq's layout; the tensors are in the original's order."""
 
-import argparse
 from itertools import pairwise
 
 import torch
 
-from tests.convert.mega import EMA, FFN, LAYERS, POSITIONS, SHARED, VALUES, WIDTH, layer, linear, norm, relative_bias
+from tests.convert.luna import checkpoint, linear
+from tests.convert.mega import EMA, FFN, LAYERS, POSITIONS, SHARED, VALUES, WIDTH, layer, norm, relative_bias
 
 VOCABULARY, CUTOFFS = 32, (12, 20)
 TAIL = "decoder.adaptive_softmax.tail"
@@ -66,11 +66,7 @@ def mega_lm(
     ffn=True,
     **args,
 ):
-    """Return a language model checkpoint.
-
-    `cutoffs` belong to an adaptive input, `softmax` to an adaptive softmax. Arguments that are None are omitted from
-    the args.
-    """
+    """Return a language model checkpoint; `cutoffs` belong to an adaptive input, `softmax` to an adaptive softmax."""
     model = {"decoder.version": torch.tensor([3.0])} | _embedding(size, cutoffs, factor)
     if embed_norm:
         model |= norm("decoder.embed_norm", norm_type)
@@ -87,52 +83,30 @@ def mega_lm(
         model |= linear("decoder.output_projection", VOCABULARY, WIDTH, bias=False)
         if tied:
             model["decoder.output_projection.weight"] = model["decoder.embed_tokens.weight"]
-    args = {
-        "arch": arch,
-        "task": "language_modeling",
-        "criterion": "cross_entropy" if softmax is None else "adaptive_loss",
-        "decoder_layers": LAYERS,
-        "decoder_embed_dim": WIDTH,
-        "decoder_input_dim": size,
-        "decoder_hidden_dim": VALUES,
-        "decoder_ffn_embed_dim": FFN if ffn else 0,
-        "decoder_z_dim": SHARED,
-        "decoder_n_dim": EMA,
-        "decoder_chunk_size": chunk,
-        "max_target_positions": POSITIONS,
-        "normalization_type": norm_type,
-        "rel_pos_bias": "rotary" if rotary else "simple",
-        "normalize_before": prenorm,
-        "normalize_embedding": embed_norm,
-        "no_affine_final_norm": not affine,
-        "activation_dropout": 0.0,
-        "share_decoder_input_output_embed": tied and softmax is None,
-        "adaptive_input": cutoffs is not None,
-        "adaptive_input_cutoff": cutoffs and ",".join(map(str, cutoffs)),
-        "adaptive_input_factor": factor,
-        "adaptive_softmax_cutoff": softmax and ",".join(map(str, softmax)),
-        "adaptive_softmax_factor": factor if tied else softmax_factor,
-        "tie_adaptive_weights": tied and softmax is not None,
-        "tie_adaptive_proj": tied_proj,
-    } | args
-    args = {name: value for name, value in args.items() if value is not None}
-    return {"args": argparse.Namespace(**args), "model": model, "optimizer_history": [{"num_updates": 1000}]}
+    found = {"arch": arch, "task": "language_modeling", "decoder_layers": LAYERS, "decoder_embed_dim": WIDTH}
+    found |= {"criterion": "cross_entropy" if softmax is None else "adaptive_loss", "decoder_input_dim": size}
+    found |= {"decoder_hidden_dim": VALUES, "decoder_ffn_embed_dim": FFN if ffn else 0, "decoder_z_dim": SHARED}
+    found |= {"decoder_n_dim": EMA, "decoder_chunk_size": chunk, "max_target_positions": POSITIONS}
+    found |= {"normalization_type": norm_type, "normalize_before": prenorm, "normalize_embedding": embed_norm}
+    found |= {"rel_pos_bias": "rotary" if rotary else "simple", "no_affine_final_norm": not affine}
+    found |= {"activation_dropout": 0.0, "share_decoder_input_output_embed": tied and softmax is None}
+    found |= {"adaptive_input": cutoffs is not None, "adaptive_input_factor": factor}
+    found |= {"adaptive_input_cutoff": cutoffs and ",".join(map(str, cutoffs))}
+    found |= {"adaptive_softmax_cutoff": softmax and ",".join(map(str, softmax))}
+    found |= {"adaptive_softmax_factor": factor if tied else softmax_factor}
+    found |= {"tie_adaptive_weights": tied and softmax is not None, "tie_adaptive_proj": tied_proj}
+    return checkpoint(model, **found | args)
 
 
+BOTH = {"cutoffs": CUTOFFS, "softmax": CUTOFFS}
 KINDS = {
     "tied": {"tied": True, "affine": False},
     "untied": {"prenorm": False, "embed_norm": True, "norm_type": "scalenorm", "rotary": False, "chunk": -1},
     "table of a chunk": {"rotary": False, "norm_type": "rmsnorm", "truncation_length": 7},
     "project in": {"size": 10, "no_scale_embedding": True, "norm_type": "batchnorm", "affine": False},
     "no feed-forward": {"ffn": False, "chunk": 0, "truncation_length": 0, "attention_activation_fn": "laplace"},
-    "adaptive": {
-        "cutoffs": CUTOFFS,
-        "softmax": CUTOFFS,
-        "tied": True,
-        "tied_proj": True,
-        "adaptive_softmax_dropout": 0.1,
-    },
-    "adaptive, own projections": {"cutoffs": CUTOFFS, "softmax": CUTOFFS, "tied": True, "size": 24},
+    "adaptive": BOTH | {"tied": True, "tied_proj": True, "adaptive_softmax_dropout": 0.1},
+    "adaptive, own projections": BOTH | {"tied": True, "size": 24},
     "adaptive, square": {"cutoffs": (9,), "softmax": (9,), "tied": True, "tied_proj": True, "factor": 1},
     "adaptive, untied": {"cutoffs": CUTOFFS, "softmax": (7, 9, 30), "softmax_factor": 1.5},
     "adaptive softmax": {"softmax": (20,), "tie_adaptive_proj": True},

@@ -6,19 +6,8 @@ import struct
 
 import torch
 
-MODEL = {
-    "num_layers": 2,
-    "model_dim": 16,
-    "z_dim": 8,
-    "value_dim": 24,
-    "num_heads": 2,
-    "ffn_hidden_dim": 12,
-    "cema_ndim": 3,
-    "chunk_size": 8,
-    "vocab_size": -1,
-    "output_size": -1,
-    "norm_num_groups": 4,
-}
+MODEL = {"num_layers": 2, "model_dim": 16, "z_dim": 8, "value_dim": 24, "num_heads": 2, "ffn_hidden_dim": 12}
+MODEL |= {"cema_ndim": 3, "chunk_size": 8, "vocab_size": -1, "output_size": -1, "norm_num_groups": 4}
 PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), ("\u2581a", -0.0, 1), ("bc", -1.0, 1)]
 PIECES += [(letter, -2.0 - index, 1) for index, letter in enumerate("\u2581abc")]
 # Dimension along which the original shards a tensor -> ends of the tensor names. Other tensors are replicated.

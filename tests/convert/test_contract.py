@@ -30,7 +30,7 @@ from luna_mega.convert.formats.registry import open_checkpoint
 from luna_mega.hub.output import temporary_folder
 from tests.convert import luna, mega, mega_lm, megalodon, translation
 from tests.convert.contract import KINDS, built, check_arrived, save, saved_report, weights
-from tests.convert.folders import identical, load
+from tests.convert.folders import identical, load, words
 from tests.convert.translation import LUNA_KINDS, MEGA_KINDS
 from tests.errors import command_error
 
@@ -198,6 +198,8 @@ def test_conversion(kind, tmp_path, monkeypatch, capsys):
     assert rows["tensors"] == f"{len(report.mapped)} mapped, {len(report.dropped)} dropped, 0 missing, 0 unexpected"
     assert report.source == saved_report(output)["source"]
 
+    card = ModelCard.load(output / "README.md")
+    assert report.source["sha256"] in card.text and (card.data.pipeline_tag is None) is ("pixels" in kind)
     assert condition == "`import luna_mega`; without luna-mega, add trust_remote_code=True"
     auto_class = call.split(".")[0]
     model = eval(call, {auto_class: getattr(transformers, auto_class)})
@@ -225,7 +227,7 @@ OPTIONS = [
 def test_command_and_function_agree(case, tmp_path, monkeypatch, capsys):
     argv, options, build, fields, other, wrong = case
     monkeypatch.chdir(tmp_path)
-    luna.dictionary(Path("dict.txt"))
+    Path("dict.txt").write_text(words(12), encoding="utf-8")
     file = save(build(**fields), tmp_path)
     printed = run_json(capsys, file, "--output", "a", *argv)
     written = json.loads(json.dumps(asdict(convert_checkpoint(file, "b", **options))))
@@ -234,6 +236,7 @@ def test_command_and_function_agree(case, tmp_path, monkeypatch, capsys):
     assert printed == written
     for name in ("config.json", "model.safetensors", "conversion_report.json"):
         assert Path("a", name).read_bytes() == Path("b", name).read_bytes(), name
+    assert ModelCard.load("a/README.md").data.license == options.get("license")
     save(other(**wrong), tmp_path)
     with pytest.raises(ConversionError) as error:
         convert_checkpoint(file, "c", **options)
@@ -276,44 +279,38 @@ def test_occupied_output(file, tmp_path, capsys):
     assert [path.read_text(encoding="utf-8") for path in output.iterdir()] == ["precious"]
 
 
-FAILURES = {
-    "full disk": OSError("no space left"),
-    "interrupt": KeyboardInterrupt(),
-    "bug": Exception("bug"),
-    "SIGINT": (130, "luna-mega convert: interrupted\n"),
-    "SIGTERM": (143, ""),
-}
+EXCEPTIONS = {"full disk": OSError("no space left"), "interrupt": KeyboardInterrupt(), "bug": Exception("bug")}
+# Signal -> exit status and message of the command.
+SIGNALS = {"SIGINT": (130, "luna-mega convert: interrupted\n"), "SIGTERM": (143, "")}
 
 
 @pytest.mark.parametrize("there", [False, True])
-@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("failure", [*EXCEPTIONS, *SIGNALS])
 def test_failed_write_leaves_no_files(file, tmp_path, capsys, monkeypatch, failure, there):
     """A conversion that fails or ends by a signal after the weights are on the disk leaves no files."""
-    output, expected = tmp_path / "model" if there else tmp_path / "x" / "y", FAILURES[failure]
+    output = tmp_path / "model" if there else tmp_path / "x" / "y"
     if there:
         output.mkdir()
     before, handler = sorted(tmp_path.rglob("*")), signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def fail(report, folder):
         assert (folder / "model.safetensors").is_file()
-        if isinstance(expected, BaseException):
-            raise expected
+        if failure in EXCEPTIONS:
+            raise EXCEPTIONS[failure]
         signal.raise_signal(getattr(signal, failure))
 
     monkeypatch.setattr(importer.Report, "save", fail)
     try:
-        if isinstance(expected, BaseException):
-            with pytest.raises(type(expected)) as raised:
+        with pytest.raises((Exception, KeyboardInterrupt, SystemExit)) as raised:
+            if failure in EXCEPTIONS:
                 convert_checkpoint(file, output)
-            assert raised.value is expected
-        else:
-            try:
-                status = luna_mega_cli.main(["convert", str(file), "--output", str(output)])
-            except SystemExit as stop:
-                status = stop.code
-            assert (status, capsys.readouterr().err) == expected
+            sys.exit(luna_mega_cli.main(["convert", str(file), "--output", str(output)]))
     finally:
         signal.signal(signal.SIGINT, handler)
+    if failure in EXCEPTIONS:
+        assert raised.value is EXCEPTIONS[failure]
+    else:
+        assert (raised.value.code, capsys.readouterr().err) == SIGNALS[failure]
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -342,16 +339,6 @@ def test_full_disk(file, tmp_path, capsys):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert status == 1 and "cannot write model.safetensors" in capsys.readouterr().err.splitlines()[-1]
     assert list(tmp_path.iterdir()) == [file]
-
-
-def test_model_card(tmp_path):
-    dictionary = luna.dictionary(tmp_path / "dict.txt")
-    report = convert_checkpoint(
-        save(luna.bert(), tmp_path), tmp_path / "model", license="mit", dictionaries=[dictionary]
-    )
-    card = ModelCard.load(tmp_path / "model" / "README.md")
-    assert (card.data.license, card.data.pipeline_tag) == ("mit", "fill-mask")
-    assert "README.md" in report.files and report.source["sha256"] in card.text
 
 
 PATHS = {

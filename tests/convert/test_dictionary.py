@@ -1,222 +1,281 @@
-"""Dictionaries of words, bytes and labels, in every place where a conversion looks for them."""
+"""Dictionaries, labels and tokenizers of every kind of model, in every place where a conversion looks for them.
+
+A row of `CONVERSIONS` is a checkpoint with files next to it and the tokenizer and labels of the converted folder; a row
+of `FAULTS` is one with the error. `test_tokenizer.py` compares tokenizers with the steps of the original.
+"""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from transformers import AutoModelForImageClassification, AutoTokenizer
+from transformers import AutoTokenizer
 
-from luna_mega.convert import ConversionError
+from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.dictionaries import read_dictionary
-from tests.convert.folders import load
-from tests.convert.mega import POSITIONS, SYMBOLS, VOCABULARY, mega, mega_image
-from tests.convert.mega_lm import VOCABULARY as LM_VOCABULARY, mega_lm
+from tests.convert import luna
+from tests.convert.contract import State, changed, check_message, save, saved_report
+from tests.convert.folders import lines, load, words
+from tests.convert.luna import bert, lra21, lra23
+from tests.convert.mega import POSITIONS, mega, mega_image
+from tests.convert.mega_lm import mega_lm
+from tests.convert.translation import MEGA_KINDS, checkpoint, mega_seq2seq
+
+pytest.importorskip("regex")
+from tests.convert.bpe import MERGES, Gpt2, write_bpe  # noqa: E402  # requires regex
+
+NUMBER = Gpt2(MERGES).number
+PIECES = ("Ġthe", "he", "a", "b", "c", "Ġ", "abc", "t", "Ġab")
+NUMBERS = [*(NUMBER[piece] for piece in PIECES), *(f"madeupword000{index}" for index in range(3))]
+BYTES = [101, 32, 116, 97, 195, 169, 60, 47, 115, 62, *range(200, 217)]
+ID_OF_BYTE = {byte: 4 + index for index, byte in enumerate(BYTES)} | {10: 2}
+TEXT = "tea é\n\n</s>  ate\n"
+LAST = len(NUMBER) + 1  # GPT-2's pieces and <|endoftext|>
+FILLERS = lines(["madeupword0000", "madeupword0001"])
 
 
-def read(tmp_path, text):
-    (tmp_path / "dict.txt").write_bytes(text.encode())
-    return read_dictionary(tmp_path / "dict.txt")
-
-
-def test_symbols(tmp_path):
-    """Lines are split at the last space, overwritten symbols keep both ids, and a byte order mark is no symbol."""
-    dictionary = read(tmp_path, "\ufeffthe 9\nnew york 8\n\u2028x 7\r\nmadeupword0000 0\n")
-    assert dictionary.symbols == ("the", "new york", "\u2028x", "madeupword0000")
-    assert dictionary.labels == ("the", "new york", "\u2028x")
-    assert read(tmp_path, "a 1\na 2 #fairseq:overwrite\n<s> 3 #fairseq:overwrite\n").symbols == ("a", "a", "<s>")
-
-
-def test_size_counts_the_appended_symbol_once(tmp_path):
-    assert read(tmp_path, "a 1\nb 1\n").size("<mask>") == 7
-    assert read(tmp_path, "a 1\n<mask> 1\n").size("<mask>") == 6
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a 1\nb 1\na 2\n", "line 3 repeats 'a'"),
-        ("a 1\n</s> 1\n", "line 2 repeats '</s>'"),
-        ("a 1\nb\n", "line 2 is not"),
-        ("a 1\n\nb 1\n", "line 2 is not"),
-        ("a one\n", "line 1 is not"),
-    ],
-)
-def test_broken_lines_are_named(tmp_path, text, expected):
-    with pytest.raises(ConversionError, match=expected):
-        read(tmp_path, text)
-
-
-def test_not_text(tmp_path):
-    (tmp_path / "dict.txt").write_bytes(b"a 1\n\xff\xfe 2\n")
-    with pytest.raises(ConversionError, match="UTF-8"):
-        read_dictionary(tmp_path / "dict.txt")
-
-
-@pytest.mark.parametrize("folder", [".", "src-bin", "input0"])
-def test_dictionary_near_the_checkpoint(convert, make, folder):
-    vocabulary = make.dictionary(convert.source / folder / "dict.txt")
-    assert (convert(make.bert()) / "dict.txt").read_bytes() == vocabulary.read_bytes()
-    assert "no dictionary" not in convert.screen
-
-
-def test_given_files_in_any_order(convert, make, tmp_path):
-    make.dictionary(convert.source / "dict.txt", symbols=3)
-    labels = tmp_path / "labels.txt"
-    labels.write_text("positive 7\nnegative 5\nmadeupword0000 0\nmadeupword0001 0\n", encoding="utf-8")
-    vocabulary = make.dictionary(tmp_path / "words.txt")
-    output = convert(make.lra21(classes=2), "--dict", labels, vocabulary)
-    assert (output / "dict.txt").read_bytes() == vocabulary.read_bytes()
-    assert (output / "dict.label.txt").read_bytes() == labels.read_bytes()
-    config = json.loads((output / "config.json").read_text(encoding="utf-8"))
-    assert config["id2label"] == {"0": "positive", "1": "negative"}
-    assert config["label2id"] == {"positive": 0, "negative": 1}
-
-
-def test_label_dictionary_next_to_the_checkpoint(convert, make):
-    make.dictionary(convert.source / "label" / "dict.txt", symbols=3, prefix="label")
-    output = convert(make.bert(heads=[("cls_head", 3)], task="sentence_prediction"))
-    assert json.loads((output / "config.json").read_text(encoding="utf-8"))["id2label"]["2"] == "label2"
-
-
-@pytest.mark.parametrize("difference", [-1, 1])
-@pytest.mark.parametrize("given", [False, True])
-def test_wrong_vocabulary(convert, make, difference, given):
-    path = make.dictionary(convert.source / "dict.txt", symbols=make.SYMBOLS + difference)
-    message = convert.error(make.bert(), *(["--dict", path] if given else []))
-    assert str(path) in message
-    assert f"{make.VOCABULARY} embeddings" in message and f"<mask> = {make.VOCABULARY + difference}" in message
-
-
-def test_mismatched_labels_are_omitted_with_a_warning(convert, make):
-    make.dictionary(convert.source / "label-bin" / "dict.txt", symbols=4)
-    output = convert(make.lra21(classes=2))
-    assert "4 labels for 2 classes: not used" in convert.screen
-    assert not (output / "dict.label.txt").exists()
-
-
-def test_missing_and_ambiguous_files(convert, make, tmp_path):
-    assert "no such file" in convert.error(make.bert(), "--dict", tmp_path / "nowhere.txt")
-    first = make.dictionary(tmp_path / "a.txt")
-    second = make.dictionary(tmp_path / "b.txt", prefix="v")
-    assert "pass one of them" in convert.error(make.bert(), "--dict", first, second)
-    convert(make.bert(), "--dict", first, make.dictionary(tmp_path / "copy.txt"))
-
-
-def test_a_model_of_pixels_has_no_vocabulary(convert, make):
-    path = make.dictionary(convert.source / "dict.txt")
-    state = make.lra23(image=True, sen_rep_type="mp")
-    convert(state)
-    convert.output = convert.output.with_name("again")
-    assert "do not fit" in convert.error(state, "--dict", path)
-
-
-@pytest.mark.parametrize(("pooling", "starts"), [("cls", True), ("mp", False)])
-def test_dictionary_and_tokenizer(convert, make, pooling, starts):
-    make.dictionary(convert.source / "dict.txt")
-    make.dictionary(convert.source / "label-bin" / "dict.txt", symbols=3, prefix="class")
-    model = load(convert(mega(sen_rep_type=pooling, classes=3)))
-    assert model.config.pooling == ("cls" if starts else "mean")
-    assert model.config.id2label == {0: "class0", 1: "class1", 2: "class2"}
-    tokenizer = AutoTokenizer.from_pretrained(convert.output)
-    assert tokenizer("w0 w3").input_ids == [VOCABULARY - 1] * starts + [4, 7, 2]
-    assert tokenizer.model_max_length == POSITIONS
-    assert ("every sequence starts with <CLS>, id 16" in convert.screen) is starts
-
-
-def test_dictionary_with_cls_and_one_of_another_model(convert, make):
-    dictionary = make.dictionary(convert.source / "dict.txt")
-    dictionary.write_text(dictionary.read_text(encoding="utf-8") + "<CLS> 1\n", encoding="utf-8")
-    assert (convert(mega()) / "dict.txt").is_file()
-    convert.output = convert.output.with_name("other")
-    make.dictionary(dictionary, symbols=SYMBOLS + 1)
-    assert "symbols do not fit the model" in convert.error(mega())
-
-
-def test_files(convert):
-    convert.save(mega_image())
-    folder = convert(None)
-    assert "AutoImageProcessor" in (folder / "README.md").read_text(encoding="utf-8")
-    assert '"crop_size": {\n    "height": 12' in (folder / "preprocessor_config.json").read_text(encoding="utf-8")
-
-
-def test_names_of_classes(convert, tmp_path):
-    names = tmp_path / "names.txt"
-    names.write_text("tench, Tinca tinca\ngoldfish\nshark\nhen\ncrane\n", encoding="utf-8")
-    model = AutoModelForImageClassification.from_pretrained(convert(mega_image(), "--dict", names))
-    assert model.config.id2label[0] == "tench, Tinca tinca" and model.config.label2id["crane"] == 4
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [("a\nb\n", "2 lines for 5 classes"), ("a\n\nb\nc\nd\n", "line 2 is empty"), (None, "no such file")],
-)
-def test_invalid_label_names(convert, tmp_path, text, named):
-    names = tmp_path / "names.txt"
-    if text is not None:
-        names.write_text(text, encoding="utf-8")
-    assert named in convert.error(mega_image(), "--dict", names)
-
-
-def write_dictionary(convert, symbols):
-    path = convert.source / "dict.txt"
-    path.write_text("".join(f"{symbol} 1\n" for symbol in symbols), encoding="utf-8")
-
-
-def test_words(convert):
-    write_dictionary(convert, [*(f"w{index}" for index in range(26)), "madeupword0000", "madeupword0001"])
-    model = load(convert(mega_lm(rotary=False, chunk=-1)))
-    tokenizer = AutoTokenizer.from_pretrained(convert.output)
-    assert tokenizer("w0 x  w2\nw3 </s> \n\nw4").input_ids == [2, 4, 3, 6, 2, 7, 2, 2, 2, 8]
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2, 1)
-    assert tokenizer.model_max_length == POSITIONS and len(tokenizer) == LM_VOCABULARY
-    written = model.generate(**tokenizer("w0 w1", return_tensors="pt"), max_new_tokens=3, do_sample=False)
-    assert tokenizer.decode(written[0], skip_special_tokens=True).startswith("w0 w1")
-    assert model.generate(max_new_tokens=2, do_sample=False)[0, 0] == 2
-
-
-def test_bytes(convert):
-    symbols = [101, 32, 116, 97, 195, 169, 60, 47, 115, 62, *range(200, 217)]
-    write_dictionary(convert, [*symbols, "madeupword0000"])
-    load(convert(mega_lm()))
-    tokenizer = AutoTokenizer.from_pretrained(convert.output)
-    ids = {byte: 4 + index for index, byte in enumerate(symbols)} | {10: 2}
-    text = "tea é\n\n</s>  ate\n"
-    assert tokenizer(text).input_ids == [ids[byte] for byte in text.encode()]
-    assert tokenizer.decode(tokenizer(text).input_ids) == text
-    assert tokenizer("b").input_ids == [3] and tokenizer.eos_token_id == tokenizer.bos_token_id == 2
-    assert len(tokenizer) == LM_VOCABULARY and tokenizer.model_max_length > 1e9
-    assert "bytes, 32 ids" in convert.screen
-
-
-def test_bytes_with_a_separate_newline(convert):
-    write_dictionary(convert, range(28))
-    load(convert(mega_lm()))
-    tokenizer = AutoTokenizer.from_pretrained(convert.output)
-    assert tokenizer("\n").input_ids == [14] and tokenizer.eos_token == "</s>" and tokenizer.eos_token_id == 2
-
-
-def test_dictionary_of_another_size(convert):
-    write_dictionary(convert, range(300))
-    assert "(4 specials + 300 symbols = 304)" in convert.error(mega_lm())
-
-
-def test_bpe_of_a_dictionary_that_lacks_pieces(convert, shared_dir):
-    write_dictionary(convert, range(28))
-    message = convert.error(mega_lm(), "--bpe", shared_dir / "data" / "gpt2_bpe")
-    assert "of GPT-2's pieces" in message and "omit --bpe" in message
-    (convert.source / "dict.txt").unlink()
-    assert "no dictionary next to" in convert.error(mega_lm(), "--bpe", shared_dir / "data" / "gpt2_bpe")
-
-
-def test_bpe(convert, shared_dir):
-    """A dictionary may contain all of GPT-2's pieces in a different order."""
-    write_dictionary(convert, [*range(50256, -1, -1)])
+def language_model(rows: int) -> State:
+    """Return a language model with another number of words."""
     state = mega_lm()
-    for name in ("decoder.embed_tokens.weight", "decoder.output_projection.weight"):
-        state["model"][name] = torch.randn(50261, 16)
-    load(convert(state, "--bpe", shared_dir / "data" / "gpt2_bpe"))
-    tokenizer = AutoTokenizer.from_pretrained(convert.output)
-    assert tokenizer("Hello world").input_ids == [2, *(4 + 50256 - piece for piece in (15496, 995))]
-    assert tokenizer.decode(tokenizer("Hello world").input_ids, skip_special_tokens=True) == "Hello world"
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2, 1)
-    assert len(tokenizer) == 50261 and "GPT-2 byte-pair encoding" in convert.screen
+    names = ("decoder.embed_tokens.weight", "decoder.output_projection.weight")
+    return changed(state, state["model"] | {name: torch.randn(rows, 16) for name in names})
+
+
+def translation(**fields: Any) -> State:
+    return checkpoint(mega_seq2seq(**fields))
+
+
+def two_vocabularies() -> State:
+    return translation(**MEGA_KINDS["two vocabularies"])
+
+
+class Row(NamedTuple):
+    """A checkpoint with files, and a part of what its conversion gives.
+
+    Args:
+        build: Function that returns the checkpoint.
+        files: Content of files in the folder of the checkpoint.
+        options: Options of the conversion.
+        ids: Ids of the text; None if there is no tokenizer.
+        text: Text.
+        length: Maximum length of the tokenizer; None for no maximum.
+        labels: Names of the classes.
+        copies: Names of files in the converted folder, and those next to the checkpoint.
+        report: Parts of the report (after a !: not in it).
+    """
+
+    build: Callable[[], State]
+    files: dict[str, str]
+    options: dict[str, Any] = {}
+    ids: list[int] | None = None
+    text: str = "w0 w2 x"
+    length: int | None = luna.POSITIONS
+    labels: list[str] | None = None
+    copies: dict[str, str] = {}
+    report: tuple[str, ...] = ()
+
+
+def symbols_of(build: Callable[..., State], starts: bool = True, length: int = luna.POSITIONS, **args: Any) -> Row:
+    """Return a row of an LRA model; its sequences start with the last id if the model pools the first position."""
+    found = ("whitespace-separated symbols, 17 ids", f"{'!' * (not starts)}every sequence starts with <CLS>, id 16")
+    return Row(
+        lambda: build(**args), {"src-bin/dict.txt": words(12)}, {}, [16] * starts + [4, 6, 3, 2],
+        length=length, copies={"dict.txt": "src-bin/dict.txt"}, report=found,
+    )  # fmt: skip
+
+
+CONVERSIONS = {
+    **{
+        f"no byte pairs, {place}": Row(
+            bert, {place: words(12)}, copies={"dict.txt": place}, report=("no tokenizer: --bpe DIR", "!no dictionary")
+        )
+        for place in ("dict.txt", "src-bin/dict.txt", "input0/dict.txt")
+    },
+    "byte pairs": Row(
+        bert, {"dict.txt": lines(NUMBERS)}, {"bpe": "bpe"}, Gpt2(MERGES).encode(NUMBERS, ["abc the abx"])[0],
+        "abc the abx", report=("259 pieces become <unk>", "needs trust_remote_code=True", "!no tokenizer"),
+    ),
+    "symbols, 2021": symbols_of(lra21),
+    "symbols, 2021, mean": symbols_of(lra21, sen_rep_type="mp"),
+    "symbols, 2021, P": symbols_of(lra21, use_p=True),
+    "symbols, 2023": symbols_of(lra23, sen_rep_type="cls"),
+    "symbols, 2023, mean": symbols_of(lra23, starts=False, sen_rep_type="mp"),
+    "symbols, Mega": symbols_of(mega, length=POSITIONS, sen_rep_type="cls"),
+    "symbols, Mega, mean": symbols_of(mega, starts=False, length=POSITIONS, sen_rep_type="mp"),
+    "a dictionary with <CLS>": Row(
+        lambda: mega(sen_rep_type="cls"), {"dict.txt": words(12) + "<CLS> 1\n"}, {}, [16, 4, 6, 3, 2], length=POSITIONS
+    ),
+    "words": Row(
+        lambda: mega_lm(rotary=False, chunk=-1), {"dict.txt": words(26) + FILLERS}, {}, [2, 4, 3, 6, 2, 7, 2, 2, 2, 8],
+        "w0 x  w2\nw3 </s> \n\nw4", POSITIONS,
+    ),
+    "bytes": Row(
+        mega_lm, {"dict.txt": lines([*BYTES, "madeupword0000"])}, {}, [ID_OF_BYTE[byte] for byte in TEXT.encode()],
+        TEXT, report=("bytes, 32 ids",), length=None,
+    ),
+    "bytes with a newline": Row(mega_lm, {"dict.txt": lines(range(28))}, {}, [14, 3], "\nb", None),
+    "all byte pairs in another order": Row(
+        lambda: language_model(4 + LAST), {"dict.txt": lines(range(LAST - 1, -1, -1))}, {"bpe": "bpe"},
+        [2, *(3 + LAST - int(NUMBER[piece]) for piece in ("abc", "Ġthe"))], "abc the", None,
+        report=("GPT-2 byte-pair encoding",),
+    ),
+    "two languages": Row(
+        two_vocabularies, {"en": words(15), "de": words(10)}, {"dictionaries": ["de", "en"]}, [4, 6, 3, 2],
+        copies={"dict.txt": "en", "dict.target.txt": "de"}, length=None,
+    ),
+    "no languages": Row(two_vocabularies, {}, report=("dict.source.txt or dict.target.txt",)),
+    "one joint language": Row(
+        translation, {"a": words(15)}, {"dictionaries": ["a"]}, [4, 6, 3, 2], copies={"dict.txt": "a"}, length=None
+    ),
+    "the first language is the source": Row(
+        lambda: translation(share_encoder_decoder_embeddings=False), {"a": words(15, "v"), "b": words(15)},
+        {"dictionaries": ["b", "a"]}, [4, 6, 3, 2], copies={"dict.txt": "b", "dict.target.txt": "a"}, length=None,
+    ),
+    "labels in any order": Row(
+        lambda: lra21(classes=2), {"a": "yes 7\nno 5\n" + FILLERS, "b": words(12), "dict.txt": words(3)},
+        {"dictionaries": ["a", "b"]}, [16, 4, 6, 3, 2], labels=["yes", "no"],
+        copies={"dict.txt": "b", "dict.label.txt": "a"},
+    ),
+    "labels of a head": Row(
+        lambda: bert(heads=[("a", 3)], task="sentence_prediction"), {"label/dict.txt": words(3)},
+        labels=["w0", "w1", "w2"],
+    ),
+    "labels of Mega": Row(
+        lambda: mega(classes=3), {"label-bin/dict.txt": words(3)}, labels=["w0", "w1", "w2"], report=("no dictionary",)
+    ),
+    "other labels": Row(
+        lambda: lra21(classes=2), {"label-bin/dict.txt": words(4)}, labels=["LABEL_0", "LABEL_1"],
+        report=("4 labels for 2 classes: not used",),
+    ),
+    "equal dictionaries": Row(bert, {"a": words(12), "b": words(12)}, {"dictionaries": ["a", "b"]}),
+    "pixels": Row(lambda: lra23(image=True, sen_rep_type="mp"), {"dict.txt": words(12)}, report=("!dictionary",)),
+    "images": Row(
+        mega_image, {"a": "tench, Tinca tinca\ngoldfish\nshark\nhen\ncrane\n"}, {"dictionaries": ["a"]},
+        labels=["tench, Tinca tinca", "goldfish", "shark", "hen", "crane"],
+    ),
+}  # fmt: skip
+
+
+def write_files(folder: Path, files: dict[str, str]) -> None:
+    """Write the files of a row, and GPT-2's files of a few merges in the folder `bpe`."""
+    write_bpe(folder / "bpe")
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content.encode())
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_dictionaries_labels_and_tokenizer(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    row, output = CONVERSIONS[name], tmp_path / "model"
+    write_files(tmp_path, row.files)
+    report = convert_checkpoint(save(row.build(), tmp_path), output, **row.options)
+    for copy, original in row.copies.items():
+        assert (output / copy).read_bytes() == (tmp_path / original).read_bytes()
+    assert {path.name for path in output.glob("*dict*")} <= row.copies.keys() or not row.copies
+    for line in row.report:
+        assert (line.removeprefix("!") in str(report)) is not line.startswith("!"), str(report)
+    model, card = load(output), (output / "README.md").read_text(encoding="utf-8")
+    if row.labels is not None:
+        assert list(model.config.id2label.values()) == row.labels
+        assert model.config.label2id == {label: index for index, label in enumerate(row.labels)}
+    assert ("AutoTokenizer" in card) is (row.ids is not None) is (report.tokenizer is not None)
+    assert saved_report(output)["tokenizer"] == report.tokenizer
+    if row.ids is None:
+        assert not (output / "tokenizer.json").exists()
+        return
+    tokenizer = AutoTokenizer.from_pretrained(output)
+    assert tokenizer(row.text).input_ids == row.ids
+    assert len(tokenizer) == model.config.vocab_size == report.tokenizer["size"]
+    assert tokenizer.model_max_length == row.length or row.length is None and tokenizer.model_max_length > 1e9
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 1)
+    batch = tokenizer([row.text, row.text * 30], padding=True, truncation=row.length is not None, return_tensors="pt")
+    targets = {"labels": batch["input_ids"]} if model.config.is_encoder_decoder else {}
+    assert model(**batch, **targets).logits.isfinite().all()
+    if report.model_class.endswith("CausalLM"):
+        assert tokenizer.bos_token_id == model.generate(max_new_tokens=2, do_sample=False)[0, 0] == 2
+        assert row.ids[0] != 2 or "w0" in row.text or tokenizer.decode(row.ids, skip_special_tokens=True) == row.text
+    if name == "bytes":
+        assert tokenizer.decode(row.ids) == row.text
+    if (output / "target").exists():
+        assert len(AutoTokenizer.from_pretrained(output, subfolder="target")) == model.config.decoder_config.vocab_size
+
+
+def test_the_error_of_a_folder_without_a_tokenizer_names_the_option(tmp_path):
+    convert_checkpoint(save(bert(), tmp_path), tmp_path / "model")
+    with pytest.raises(ValueError, match="the folder has no tokenizer.*--bpe"):
+        AutoTokenizer.from_pretrained(tmp_path / "model")
+
+
+def test_processor_of_images(tmp_path):
+    convert_checkpoint(save(mega_image(), tmp_path), tmp_path / "model")
+    assert "AutoImageProcessor" in (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
+    processor = json.loads((tmp_path / "model" / "preprocessor_config.json").read_text(encoding="utf-8"))
+    assert processor["crop_size"]["height"] == 12
+
+
+A, AB = {"dictionaries": ["a"]}, {"dictionaries": ["a", "b"]}
+BPE = {"bpe": "bpe"}
+# Checkpoint, files next to it, options, a part of the error.
+FAULTS = [
+    *((bert, {"dict.txt": words(x)}, {}, f"dict.txt: {x} symbols do not fit the model, which has 17 embeddings "
+       f"(4 specials + {x} symbols + <mask> = {5 + x})") for x in (11, 13)),
+    (bert, {"a": words(13)}, A, "a: 13 symbols do not fit the model"),
+    (bert, {}, A, "a: no such dictionary file"),
+    (bert, {"a": words(12), "b": words(12, "v")}, AB, "pass one of them"),
+    (mega, {"dict.txt": words(13)}, {}, "symbols do not fit the model"),
+    (lambda: lra23(image=True, sen_rep_type="mp"), {"a": words(12)}, A, "do not fit"),
+    (mega_lm, {"dict.txt": lines(range(300))}, {}, "(4 specials + 300 symbols = 304)"),
+    (mega_lm, {"dict.txt": lines(range(28))}, BPE, "of GPT-2's pieces"),
+    (mega_lm, {"dict.txt": lines(range(28))}, BPE, "omit --bpe"),
+    (bert, {"dict.txt": lines(NUMBERS)}, {"bpe": "."}, "has neither encoder.json and vocab.bpe nor"),
+    (bert, {"dict.txt": words(12)}, BPE, "symbol 'w0' is not a number"),
+    (bert, {"dict.txt": lines([*NUMBERS[:-1], "70000"])}, BPE, "symbol '70000' is no GPT-2 id; they end at 268"),
+    (mega_image, {"a": "a\nb\n"}, A, "2 lines for 5 classes"),
+    (mega_image, {"a": "a\n\nb\nc\nd\n"}, A, "line 2 is empty"),
+    (mega_image, {}, A, "no such file"),
+    (mega_image, {"a": "", "b": ""}, AB, "the names of the classes are in one file"),
+    (two_vocabularies, {"a": words(15)}, A, "dict.target.txt, is missing"),
+    (two_vocabularies, {"a": words(10)}, A, "dict.source.txt, is missing"),
+    (two_vocabularies, {"a": words(15)}, {"dictionaries": ["a", "a"]}, "fits as source, and so does"),
+    (two_vocabularies, {"a": words(11)}, A, "11 symbols and 4 specials do not fit the 19 embeddings"),
+    (two_vocabularies, {"dict.source.txt": words(10)}, {}, "dict.source.txt: 10 symbols and 4 specials do not fit"),
+    (translation, {"a": words(15), "b": words(15, "v")}, AB, "but the model has one embedding"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAULTS, ids=lambda case: case[-1][:60])
+def test_dictionaries_that_do_not_fit(tmp_path, monkeypatch, case):
+    build, files, options, named = case
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path, files)
+    with pytest.raises(ConversionError) as error:
+        convert_checkpoint(save(build(), tmp_path), tmp_path / "model", **options)
+    check_message(str(error.value))
+    assert named in str(error.value) and not (tmp_path / "model").exists()
+
+
+# Content of a dictionary, its symbols or a part of the error.
+CONTENTS = [
+    # lines are split at the last space, overwritten symbols keep both ids, and a byte order mark is no symbol
+    (b"\xef\xbb\xbfthe 9\nnew york 8\n\xe2\x80\xa8x 7\r\n", ("the", "new york", "\u2028x")),
+    (b"a 1\na 2 #fairseq:overwrite\n<s> 3 #fairseq:overwrite\n", ("a", "a", "<s>")),
+    (b"a 1\nb 1\na 2\n", "line 3 repeats 'a'"),
+    (b"a 1\n</s> 1\n", "line 2 repeats '</s>'"),
+    (b"a 1\nb\n", "line 2 is not"),
+    (b"a 1\n\nb 1\n", "line 2 is not"),
+    (b"a one\n", "line 1 is not"),
+    (b"a 1\n\xff\xfe 2\n", "not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("content", "expected"), CONTENTS)
+def test_lines_of_a_dictionary(tmp_path, content, expected):
+    (tmp_path / "dict.txt").write_bytes(content)
+    if isinstance(expected, tuple):
+        assert read_dictionary(tmp_path / "dict.txt").symbols == expected
+        return
+    with pytest.raises(ConversionError, match=expected):
+        read_dictionary(tmp_path / "dict.txt")

@@ -1,15 +1,14 @@
 """Checkpoints of the original code: conversions have all tensors."""
 
 import json
+from dataclasses import asdict
 
 import pytest
-from transformers import AutoModelForSequenceClassification
 
-from luna_mega.convert import convert_checkpoint
+from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.safe_load.reader import read_checkpoint
 from tests.convert.contract import check_arrived
 from tests.convert.folders import load
-from tests.errors import command_error
 from tests.marks import slow_but
 
 FAST = ["luna/bert_heads", "luna/lra21_retrieval", "mega/08_lm_adaptive_tied_factor2_base"]
@@ -39,32 +38,27 @@ def expected_class(meta):
 @pytest.mark.parametrize("name", slow_but(FAST, ALL))
 def test_a_file_of_the_original(parity_folder, tmp_path, name):
     fixture = parity_folder(*name.split("/"))
-    meta, source = (
-        json.loads((fixture / "meta.json").read_text(encoding="utf-8")),
-        read_checkpoint(fixture / "checkpoint.pt"),
-    )
+    source, meta = fixture / "checkpoint.pt", json.loads((fixture / "meta.json").read_text(encoding="utf-8"))
     for head in (None, *(meta.get("heads") or ())):
-        place = tmp_path / str(head)
-        convert_checkpoint(fixture / "checkpoint.pt", place / "model", head=head)
-        report = json.loads((place / "model" / "conversion_report.json").read_text(encoding="utf-8"))
-        check_arrived(source.tensors, load(place / "model").state_dict(), report)
+        folder = tmp_path / str(head)
+        report = convert_checkpoint(source, folder, head=head)
+        model = load(folder)
+        check_arrived(read_checkpoint(source).tensors, model.state_dict(), asdict(report))
         dictionaries = fixture.glob("dict.??.txt" if "s2s" in name or "_mt_" in name else "dict.txt")
-        copies = {file.read_bytes() for file in (place / "model").glob("dict*.txt")}
+        copies = {file.read_bytes() for file in folder.glob("dict*.txt")}
         assert {file.read_bytes() for file in dictionaries} <= copies
-        if head is not None and report["model_class"] == "LunaForSequenceClassification":
-            config = AutoModelForSequenceClassification.from_pretrained(place / "model").config
+        if head is not None and report.model_class == "LunaForSequenceClassification":
             sizes = meta["heads"][head]
-            assert config.num_labels == sizes["num_classes"]
-            assert config.classifier_hidden_size == (sizes["inner_dim"] or config.hidden_size)
+            assert model.config.num_labels == sizes["num_classes"]
+            assert model.config.classifier_hidden_size == (sizes["inner_dim"] or model.config.hidden_size)
         elif head is None and name.startswith(("luna/bert", "luna/head", "luna/lra")):
-            assert report["model_class"] == expected_class(meta) and report["dtype_out"] == "float32"
-            assert report["source"]["revision"] == meta["revision"]
-            assert report["decisions"]["layer_norm"] == ("plus-one" if meta["revision"] == "head" else "standard")
+            assert report.model_class == expected_class(meta) and report.dtype_out == "float32"
+            assert report.source["revision"] == meta["revision"]
+            assert report.decisions["layer_norm"] == ("plus-one" if meta["revision"] == "head" else "standard")
 
 
 @pytest.mark.parametrize("name", ["01_ema_causal", "03_mega_bidir_relu2_simple_rmsnorm_pre", "15_flash_ema_bidir"])
-def test_other_models_raise(parity_folder, tmp_path, capsys, name):
-    file = parity_folder("mega", name) / "checkpoint.pt"
-    message = command_error(capsys, "convert", file, "--output", tmp_path / "out")
-    assert "a Mega checkpoint, but of none of the kinds that are known" in message
+def test_other_models_raise(parity_folder, tmp_path, name):
+    with pytest.raises(ConversionError, match="a Mega checkpoint, but of none of the kinds that are known"):
+        convert_checkpoint(parity_folder("mega", name) / "checkpoint.pt", tmp_path / "out")
     assert not list(tmp_path.iterdir())

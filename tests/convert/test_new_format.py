@@ -1,10 +1,10 @@
 """A format registered by a user works in convert without changes to the package."""
 
 import argparse
+from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from luna_mega import MegaConfig, MegaForMultipleChoice
 from luna_mega.convert import ConversionError, convert_checkpoint
@@ -15,12 +15,12 @@ from luna_mega.convert.formats import (
     Format,
     Notes,
     register_format,
-    registered_formats,
     registry,
 )
 from luna_mega.convert.keymap import KeyMap, Row
 from luna_mega.convert.table import Arg, derived
-from tests.convert.folders import identical
+from tests.convert.contract import weights
+from tests.convert.folders import find_format, identical
 from tests.convert.mega import FIELDS
 
 SIZES = FIELDS | {"vocab_size": 17, "dropout_prob": 0.25}
@@ -67,43 +67,42 @@ class TinyFormat(Format):
         return Notes()
 
 
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch):
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch):
+    """Register the format; return a checkpoint of it and the folder with its model."""
     monkeypatch.setattr(registry, "_FORMATS", registry._FORMATS.copy())
     register_format(TinyFormat())
-
-
-@pytest.fixture
-def checkpoint(tmp_path):
-    """Return a checkpoint of the format; `model` is a folder with its model."""
     model = MegaForMultipleChoice(MegaConfig(**SIZES))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
     model.save_pretrained(tmp_path / "model")
-    prefixes = {"mega": "net", "classifier": "head"}
-    names = {name: ".".join([prefixes[name.split(".")[0]], *name.split(".")[1:]]) for name in model.state_dict()}
-    tensors = {names[name]: tensor for name, tensor in model.state_dict().items()}
+    tensors = {
+        name.replace("mega.", "net.", 1).replace("classifier.", "head.", 1): tensor
+        for name, tensor in model.state_dict().items()
+    }
     torch.save({"args": argparse.Namespace(drop=0.25), "model": tensors}, tmp_path / "tiny.pt")
-    return tmp_path / "tiny.pt"
+    return tmp_path / "tiny.pt", tmp_path / "model"
 
 
 def test_conversion(tmp_path, checkpoint):
-    report = convert_checkpoint(checkpoint, tmp_path / "back")
+    file, model = checkpoint
+    report = convert_checkpoint(file, tmp_path / "back")
     assert report.source["layout"] == "tiny" and "tiny of the first code" in str(report) and not report.warnings
     config = MegaConfig.from_pretrained(tmp_path / "back")
     assert {name: getattr(config, name) for name in SIZES} == SIZES
-    identical(*(load_file(tmp_path / name / "model.safetensors") for name in ("model", "back")))
+    identical(*map(weights, (model, tmp_path / "back")))
+    for options, message in (
+        ({"layer_norm": "standard"}, "--layer-norm standard: it has one way; omit the option"),
+        ({"head": "a"}, "--head a: only luna_bert files have named heads"),
+    ):
+        with pytest.raises(ConversionError, match=message):
+            convert_checkpoint(file, tmp_path / "other", **options)
 
 
-def test_unsupported_options(tmp_path, checkpoint):
-    with pytest.raises(ConversionError, match="--layer-norm standard: it has one way; omit the option"):
-        convert_checkpoint(checkpoint, tmp_path / "back", layer_norm="standard")
-    with pytest.raises(ConversionError, match="--head a: only luna_bert files have named heads"):
-        convert_checkpoint(checkpoint, tmp_path / "back", head="a")
+class SameStacks(type(find_format("mega_lra"))):
+    facts = replace(find_format("mega_lra").facts, name="other")
 
 
-def test_names_are_unique():
-    assert [found.facts.name for found in registered_formats()][-1] == "tiny"
-    with pytest.raises(ValueError, match="format 'tiny' is registered already"):
-        register_format(TinyFormat())
+def test_names_and_stacks_are_unique():
+    with pytest.raises(ValueError, match="format 'mega_lm' is registered already"):
+        register_format(type(find_format("mega_lm"))())
+    with pytest.raises(ValueError, match="'other' has the same stacks as 'mega_lra'"):
+        register_format(SameStacks())

@@ -5,16 +5,16 @@ Every example of this module runs under `watched`, which fails if a program is s
 
 import argparse
 import collections
+import functools
 import hashlib
 import io
 import itertools
 import os
 import pickle
-import random
 import shlex
+import shutil
 import struct
 import sys
-import tarfile
 import zipfile
 
 import numpy
@@ -27,9 +27,10 @@ from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.formats.registry import open_checkpoint
 from luna_mega.convert.safe_load.reader import read_checkpoint
 from tests.convert import luna, megalodon
-from tests.convert.contract import built, changed, check_message, saved_report
-from tests.convert.files import HOSTILE, flip, pickled, write, write_pickle
-from tests.marks import diagonal, slow_but
+from tests.convert.contract import KINDS, built, changed, check_message, saved_report
+from tests.convert.files import HOSTILE, flip, write, write_pickle
+from tests.convert.folders import identical
+from tests.marks import diagonal
 
 BERT, FORMS, UNCHECKED = "luna_bert", ("zip", "no crc", "legacy"), ("legacy", "no crc")
 WEIGHT = "encoder.lm_head.dense.weight"
@@ -84,7 +85,7 @@ def test_attacks_are_effective(tmp_path, watched):
     pickle.loads(pickle.dumps(Attack(tmp_path / "touched")))
     assert (tmp_path / "touched").exists() and watched == ["os.system"]
     watched.clear()
-    write_pickle(tmp_path / "model.pt", HOSTILE["a call of a value"])
+    write_pickle(tmp_path / "model.pt", HOSTILE["a call of a value"][0])
     with pytest.raises(pickle.UnpicklingError, match="weights_only"):
         torch.load(tmp_path / "model.pt", weights_only=True)
 
@@ -106,8 +107,9 @@ def test_no_pickle_is_executed(file, tmp_path, kind, where):
     if is_folder:
         source = megalodon.folder(tmp_path / "source", ranks=2)
         damaged = source / "consolidated.01.pth"
-    write_pickle(damaged, HOSTILE[kind], legacy)
-    assert "nothing was executed" in error(source, damaged)
+    content, named = HOSTILE[kind]
+    write_pickle(damaged, content, legacy)
+    assert named in error(source, damaged)
 
 
 GLOBALS = [
@@ -160,55 +162,44 @@ def test_hostile_pickles(place, watched, legacy, content):
     assert not watched and os.listdir(place.parent) == ["model.pt"]
 
 
-@pytest.mark.parametrize("form", FORMS)
+FOLDER = ("consolidated.01.pth", "config.json", "consolidate_config.json", "tokenizer.model")
+
+
+@functools.cache
+def valid(name, make):
+    """Return a checkpoint of this serialization or a Megalodon folder, the file that is damaged, and the tensors."""
+    place = make("valid")
+    if name in FOLDER:
+        source = megalodon.folder(place / "source", ranks=2)
+        return source, source / name, {key: x.clone() for key, x in open_checkpoint(source).tensors.items()}
+    write(built(BERT), place / "model.pt", name)
+    return place / "model.pt", place / "model.pt", built(BERT)["model"]
+
+
+@pytest.mark.parametrize("name", [*FORMS, *FOLDER])
 @given(share=st.floats(0, 1), head=st.booleans(), bits=st.lists(st.integers(0, 7), min_size=1, max_size=3))
-def test_flipped_bits(place, form, share, head, bits):
-    """Flipped bits are an error or change nothing; a file without checksums has a warning."""
-    state = built(BERT)
-    write(state, place, form)
-    content = place.read_bytes()
-    at = int(share * (9000 if head else len(content) - len(bits)))
+def test_flipped_bits(tmp_path_factory, name, share, head, bits):
+    """Flipped bits are one line or change nothing; a file without checksums has a warning, and settings may change."""
+    source, file, tensors = valid(name, tmp_path_factory.mktemp)
+    content = damaged = file.read_bytes()
+    size = len(content) - len(bits)
     for number, bit in enumerate(bits):
-        content = flip(content, at + number, bit)
-    place.write_bytes(content)
+        damaged = flip(damaged, int(share * (min(9000, size) if head else size)) + number, bit)
+    file.write_bytes(damaged)
     try:
-        read = read_checkpoint(place)
-        report = convert_checkpoint(place, None)
-    except ConversionError as raised:
-        check_message(str(raised))
-        assert str(place) in str(raised)
-        return
-    if form == "zip":
-        assert read.args == vars(state["args"]) and list(read.tensors) == list(state["model"])
-        assert all(torch.equal(read.tensors[key], tensor) for key, tensor in state["model"].items())
-    else:
-        assert "damage to it goes unnoticed" in report.warnings[0]
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
-    """Return a Megalodon folder of two ranks, and the tensors that it contains."""
-    source = megalodon.folder(tmp_path_factory.mktemp("folder") / "source", ranks=2)
-    return source, {name: tensor.clone() for name, tensor in open_checkpoint(source).tensors.items()}  # not mapped
-
-
-FOLDER = ["consolidated.01.pth", "config.json", "consolidate_config.json", "tokenizer.model"]
-
-
-@given(damaged=st.sampled_from(FOLDER), share=st.floats(0, 1), bit=st.integers(0, 7))
-def test_flipped_bits_of_a_folder(sharded, damaged, share, bit):
-    """Weights have checksums; a flipped digit of the settings may give another model, and never more than one line."""
-    source, tensors = sharded
-    content = (source / damaged).read_bytes()
-    (source / damaged).write_bytes(flip(content, int(share * (len(content) - 1)), bit))
-    try:
-        convert_checkpoint(source, None)
-        read = open_checkpoint(source).tensors
-        assert damaged != FOLDER[0] or all(torch.equal(read[key], tensor) for key, tensor in tensors.items())
+        report = convert_checkpoint(source, None)
+        read = open_checkpoint(source)
     except ConversionError as raised:
         check_message(str(raised).replace(str(source), ""))
+        assert name in FOLDER or str(source) in str(raised)
+        return
     finally:
-        (source / damaged).write_bytes(content)
+        file.write_bytes(content)
+    if name in ("zip", FOLDER[0]):
+        identical(read.tensors, tensors)
+        assert name == FOLDER[0] or read.args == vars(built(BERT)["args"])
+    elif name not in FOLDER:
+        assert "damage to it goes unnoticed" in report.warnings[0]
 
 
 def keep(share):
@@ -226,34 +217,15 @@ def without_a_crc(content):
     return content[:at] + bytes(4) + content[at + 4 :]
 
 
-def packed(mode):
-    """Return a function that puts a checkpoint into an archive."""
-
-    def change(content):
-        archive = io.BytesIO()
-        if mode == "zip":
-            with zipfile.ZipFile(archive, "w") as files:
-                files.writestr("run/checkpoint_best.pt", content)
-        else:
-            with tarfile.open(fileobj=archive, mode=mode) as files:
-                member = tarfile.TarInfo("run/checkpoint_best.pt")
-                member.size = len(content)
-                files.addfile(member, io.BytesIO(content))
-        return archive.getvalue()
-
-    return change
-
-
-def compressed(content):
-    """Return the same entries, written by zipfile with compression."""
+def rewritten(content, compression=zipfile.ZIP_DEFLATED):
+    """Return the same entries, written by zipfile."""
     found = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(content)) as archive, zipfile.ZipFile(found, "w", zipfile.ZIP_DEFLATED) as other:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive, zipfile.ZipFile(found, "w", compression) as other:
         for info in archive.infolist():
             other.writestr(info.filename, archive.read(info))
     return found.getvalue()
 
 
-ARCHIVES = {"gzip": "w:gz", "bzip2": "w:bz2", "xz": "w:xz", "tar": "w", "zip": "zip"}
 # Name -> serialization, damage to the bytes, and a part of the error.
 DAMAGES = {
     "empty": ("zip", lambda content: b"", "the file is empty; copy"),
@@ -265,10 +237,11 @@ DAMAGES = {
     "trailing bytes": ("legacy", lambda content: content + b"more", "4 bytes follow the last storage"),
     "no storages": ("legacy", without_storages, "no data for"),
     "no CRC of an entry": ("zip", without_a_crc, "entry 'model/data/3' has CRC-32"),
-    **{kind: ("zip", packed(mode), f"a {kind} archive; extract it (") for kind, mode in ARCHIVES.items()},
+    "an entry": ("zip", lambda x: flip(x, len(x) // 2), "has CRC-32"),
+    "the pickle": ("zip", lambda x: flip(x, 500), "entry 'model/data.pkl' has CRC-32"),
     # only in the directory is an entry's name followed by the signature of the next entry
     "moved": ("zip", lambda x: x.replace(b"model/data/1PK", b"model/data/2PK"), "at the offset in the zip directory"),
-    "compressed": ("zip", compressed, "entry 'model/data.pkl' is compressed"),
+    "compressed": ("zip", rewritten, "entry 'model/data.pkl' is compressed"),
 }
 
 
@@ -282,15 +255,15 @@ def test_damaged_files(file, damage):
     assert named in message and ("truncated" not in named or "copy" in message), message
 
 
-def test_a_damaged_entry_is_named(file):
-    write(built(BERT), file)
-    with zipfile.ZipFile(file) as archive:
-        entries = [(info.filename, archive.read(info)) for info in archive.infolist() if info.file_size > 30]
-    content = file.read_bytes()
-    for name, data in [entries[0], *random.Random(0).sample(entries, 5)]:
-        file.write_bytes(flip(content, content.index(data) + len(data) // 2))
-        message = error(file)
-        assert f"entry {name!r} has CRC-32" in message and "copy the file again" in message
+ARCHIVES = {"gzip": "gztar", "bzip2": "bztar", "xz": "xztar", "tar": "tar", "zip": "zip"}
+
+
+@pytest.mark.parametrize("kind", ARCHIVES)
+def test_an_archive_of_the_file(file, tmp_path, kind):
+    (tmp_path / "run").mkdir()
+    write(built(BERT), tmp_path / "run" / "checkpoint_best.pt")
+    os.replace(shutil.make_archive(tmp_path / "archive", ARCHIVES[kind], tmp_path / "run"), file)
+    assert f"a {kind} archive; extract it (" in error(file)
 
 
 def test_other_paths(file):
@@ -305,56 +278,44 @@ def test_other_paths(file):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_serializations(file, form):
+@pytest.mark.parametrize("kind", KINDS)
+def test_serializations(file, kind, form):
     """A file without checksums is read with a warning, and its numbers may be damaged."""
-    state = built(BERT)
+    state = built(kind)
     write(changed(state, collections.OrderedDict(state["model"])), file, form)
     read, content = read_checkpoint(file), file.read_bytes()
     assert read.serialization == ("legacy" if form == "legacy" else "zip")
-    assert read.sha256 == hashlib.sha256(content).hexdigest()
-    assert read.num_updates == 1000 and read.args == vars(state["args"])
-    assert list(read.tensors) == list(state["model"])
-    assert all(torch.equal(read.tensors[key], tensor) for key, tensor in state["model"].items())
-    report = convert_checkpoint(file, None)
-    assert report.warnings == list(read.warnings) and bool(read.unchecked) is bool(read.warnings)
+    assert read.sha256 == hashlib.sha256(content).hexdigest() and read.args == vars(state["args"])
+    identical(read.tensors, state["model"])
+    if kind != "megalodon":  # its folders have no such file
+        report = convert_checkpoint(file, None)
+        assert {*read.warnings} <= {*report.warnings} and bool(read.unchecked) is bool(read.warnings)
+        assert all(warning in str(report) for warning in read.warnings)
     if form == "zip":
         assert read.warnings == ()
-        file.write_bytes(content + bytes(100))  # the directory is searched in the last 64 KiB
-        again = read_checkpoint(file)
-        assert again.args == read.args and again.sha256 != read.sha256
-        return
-    (warning,) = read.warnings
-    assert {"legacy": "legacy format, which has no checksums", "no crc": "no CRC-32"}[form] in warning
-    assert any(line.startswith("warning  ") and line.endswith(warning) for line in str(report).splitlines())
+        # the directory is searched in the last 64 KiB, and other programs write archives with other offsets
+        for other in (content + bytes(100), rewritten(content, zipfile.ZIP_STORED)):
+            file.write_bytes(other)
+            again = read_checkpoint(file)
+            assert again.args == read.args and again.sha256 != read.sha256
+    else:
+        (warning,) = read.warnings
+        assert {"legacy": "legacy format, which has no checksums", "no crc": "no CRC-32"}[form] in warning
 
 
-def test_archives_of_other_programs(file):
-    write(built(BERT), file)
-    with zipfile.ZipFile(file) as archive, zipfile.ZipFile(file.with_name("again.pt"), "w") as other:
-        for info in archive.infolist():
-            other.writestr(info.filename, archive.read(info))
-    assert read_checkpoint(file.with_name("again.pt")).args == vars(built(BERT)["args"])
-
-
-PLACES = [["ema"], ["model_ema"], ["extra_state", "ema"], ["extra_state", "swa", "model"]]
-
-
-@pytest.mark.parametrize("prefix", ["", "module."])
-@pytest.mark.parametrize("where", PLACES, ids=".".join)
+@pytest.mark.parametrize(("where", "prefix"), [("ema", "module."), ("extra_state.swa.model", "")])
 def test_averaged_weights_are_mentioned(file, where, prefix):
     """A copy of the weights at any place of the file is mentioned; the weights of the field `model` are converted."""
-    state = dict(built(BERT))
-    copy = {f"{prefix}{name}": tensor + 1 for name, tensor in list(state["model"].items())[3:]}
-    holder = state
-    for name in where[:-1]:
-        holder = holder.setdefault(name, {})
-    holder[where[-1]] = copy | {"decay": 0.999}
-    write(state, file)
-    read = read_checkpoint(file)
+    state = built(BERT)
+    holder = {f"{prefix}{name}": tensor + 1 for name, tensor in list(state["model"].items())[3:]} | {"decay": 0.999}
+    for name in reversed(where.split(".")):
+        holder = {name: holder}
+    write(state | holder, file)
+    read, count = read_checkpoint(file), len(state["model"])
     (warning,) = read.warnings
-    assert f"field '{'.'.join(where)}' has other values of {len(copy)} of the {len(state['model'])} tensors" in warning
+    assert f"field '{where}' has other values of {count - 3} of the {count} tensors" in warning
     assert "save a file with them as the field 'model'" in warning
-    assert all(torch.equal(read.tensors[key], tensor) for key, tensor in state["model"].items())
+    identical(read.tensors, state["model"])
 
 
 def with_model(change):
@@ -379,6 +340,11 @@ def expanded(rows):
     )
 
 
+def in_optimizer():
+    state = luna.bert()
+    return state | {"last_optimizer_state": {"state": [{"step": state["model"][WEIGHT]}]}}
+
+
 # Content of a checkpoint, or a function that returns it, and a part of the error; `test_damage.py` has odd tensors.
 CONTENT = {
     "a list": ([1, 2], "contains a list, not the dict"),
@@ -386,15 +352,10 @@ CONTENT = {
     "a model as a list": ({"args": argparse.Namespace(), "model": [1]}, "'model' is a list"),
     "no args": ({"model": {}}, "no field 'args'"),
     "no model": ({"args": argparse.Namespace()}, "no field 'model'"),
-    "hydra": (
-        lambda: luna.bert() | {"cfg": {"model": {"arch": "luna"}}},
-        "field 'cfg': written by a later fairseq (hydra",
-    ),
+    "args None": (built(BERT) | {"args": None}, "field 'args' is None"),
+    "a model None": (built(BERT) | {"model": None}, "field 'model' is None"),
+    "hydra": (built(BERT) | {"cfg": {"model": {"arch": "luna"}}}, "field 'cfg': written by a later fairseq (hydra"),
     "two lines": ({1: 2, "a\nb": 3}, "no field 'args' (found: 1, a"),
-    "nested args": (lambda: luna.bert(odd=torch.nested.nested_tensor([torch.ones(3), torch.ones(1)])), "not dense"),
-    "nested": (replaced(WEIGHT, lambda x: torch.nested.nested_tensor([x, x[:3]])), "a tensor that is not dense"),
-    "jagged": (replaced(WEIGHT, lambda x: torch.nested.nested_tensor([x], layout=torch.jagged)), "that is not dense"),
-    "an array": (lambda: luna.bert(odd=numpy.zeros(3)), "numpy"),
     "endlessly shared": (
         with_model(lambda model: model.update(dict.fromkeys((f"x.{i}" for i in range(2000)), torch.zeros(1 << 20)))),
         "its tensors need 8,388,6",
@@ -403,7 +364,6 @@ CONTENT = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("case", CONTENT)
 def test_invalid_content_is_one_line(file, case):
     content, named = CONTENT[case]
@@ -411,60 +371,38 @@ def test_invalid_content_is_one_line(file, case):
     assert named in error(file)
 
 
-@pytest.mark.parametrize("legacy", [False, True])
-def test_key_with_expensive_hash(file, legacy):
-    twice = b"".join(b"q" + bytes([index]) + b"h" + bytes([index]) + b"\x86" for index in range(60))
-    write_pickle(file, pickled(b"}", b"K\x01", twice, b"N", b"s"), legacy)
-    assert "a tuple is nested more than 50 deep" in error(file)
+# A damaged file without checksums may have these contents; valid checksums mean that they are intended.
+CONTRADICTIONS = {
+    "strides": (replaced(WEIGHT, torch.Tensor.t), "does not fit its storage"),
+    "one row": (replaced(WEIGHT, lambda x: x[:1].expand(x.shape)), "does not fit its storage"),
+    "more numbers": (replaced(WEIGHT, lambda x: torch.cat([x, x])[:16]), "does not fit its storage"),
+    "an offset": (replaced(WEIGHT, lambda x: torch.cat([x, x])[16:]), "does not fit its storage"),
+    "two tensors": (with_model(lambda model: model.update({OTHER: model[WEIGHT]})), f"'{OTHER}' and"),
+    "an optimizer": (in_optimizer, "shares its storage with a value outside the model"),
+}
 
 
-def test_omegaconf_objects_raise_with_their_name(file):
-    write_pickle(file, pickled(b"comegaconf.dictconfig\nDictConfig\n", b")R"))
+@pytest.mark.parametrize("form", UNCHECKED)
+@pytest.mark.parametrize("name", CONTRADICTIONS)
+def test_contradictions_of_a_file_without_checksums(file, name, form):
+    build, named = CONTRADICTIONS[name]
+    write(build(), file, form)
     message = error(file)
-    assert "omegaconf" in message and "hydra" in message
-
-
-CHANGES = (torch.Tensor.t, lambda x: x[:1].expand(x.shape), lambda x: torch.cat([x, x])[:16],
-           lambda x: torch.cat([x, x])[16:])  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "form"), diagonal(CHANGES, UNCHECKED))
-def test_sizes_strides_and_storages_that_contradict_each_other(file, form, change):
-    state = replaced(WEIGHT, change)()
-    write(state, file, form)
-    message = error(file)
-    assert f"tensor '{WEIGHT}' of shape [16, 16]" in message and "does not fit its storage" in message
-    write(state, file)  # valid checksums mean that the writer intended this content
+    assert named in message and f"'{WEIGHT}'" in message, message
+    write(build(), file)
     assert convert_checkpoint(file, None).warnings == []
 
 
-@pytest.mark.parametrize(("rows", "form"), diagonal([1 << 28, (1 << 31) - 1, 1 << 40], UNCHECKED))
-def test_expanded_tensors_without_checksums(file, rows, form):
+@pytest.mark.parametrize("form", UNCHECKED)
+def test_expanded_tensors_without_checksums(file, form):
     """A file of a few kB that requests more memory than a machine has raises an error."""
-    write(expanded(rows)(), file, form)
+    write(expanded(1 << 40)(), file, form)
     message = error(file)
     assert "bytes of memory and repeat" in message or "does not fit its storage" in message
 
 
-@pytest.mark.parametrize("form", UNCHECKED)
-def test_tensors_that_share_a_storage_without_being_tied(file, form):
-    write(with_model(lambda model: model.update({OTHER: model[WEIGHT]}))(), file, form)
-    message = error(file)
-    assert WEIGHT in message and OTHER in message and "share a storage" in message
-    state = luna.bert()
-    write(state | {"last_optimizer_state": {"state": [{"step": state["model"][WEIGHT]}]}}, file, form)
-    assert f"tensor '{WEIGHT}' shares its storage with a value outside the model" in error(file)
-
-
-def test_the_negative_bit_is_a_sign(file):
-    state = built(BERT)
-    weight = state["model"][WEIGHT]
-    write(changed(state, state["model"] | {WEIGHT: torch._neg_view(-weight)}), file)
-    assert torch.equal(read_checkpoint(file).tensors[WEIGHT], weight)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="names are Unicode there")
-def test_a_name_that_is_no_unicode(file, tmp_path):
+def test_names_of_files(file, tmp_path):
+    """A name that is no Unicode is shown with escapes, and a newline in a name as a space."""
     odd = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.pt")
     write(built(BERT), file)
     report = convert_checkpoint(file, tmp_path / "a")
@@ -478,43 +416,32 @@ def test_a_name_that_is_no_unicode(file, tmp_path):
     for name in ("\ud800.pt", "a\0b.pt", "x" * 5000):
         with pytest.raises((ConversionError, OSError)):
             convert_checkpoint(tmp_path / name, tmp_path / "c")
-
-
-def test_newlines_in_names_and_messages(tmp_path):
     assert "a file.pt: no such file" in error(tmp_path / "a\nfile.pt")
-    torch.save({"args": argparse.Namespace(), "model": {"a\nname": 1}}, tmp_path / "a\nfile")
-    assert "not a dense tensor" in error(tmp_path / "a\nfile")
     for value in ("a\nb", "a\r\n\u2028\x0bb", " \n a\n\n  b \n"):
         assert str(ConversionError(value)).splitlines() == ["a b"]
-    assert str(ConversionError("two  spaces.pt: no such file")) == "two  spaces.pt: no such file"
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize")
 def test_args_become_plain_values(file):
-    values = torch.ones(3)
+    # Value of an argument, and the value in the report.
     odd = {
-        "nested": argparse.Namespace(ids=torch.arange(3), rate=numpy.float32(1), more=[[1, (2,)], {"a": None}]),
-        "number": torch.tensor(2.0),
-        "counts": collections.OrderedDict({(1, 2): 3}),
-        "size": torch.Size([1, 2]),
-        "rest": {"set": {1}, "bytes": b"x", "complex": 1j, "dtype": torch.float16},
-        "meta": torch.zeros(2, device="meta"),
-        "numpy": [numpy.float64(0.5), numpy.int64(7), numpy.bool_(True)],
+        "nested": (argparse.Namespace(ids=torch.arange(3), rate=numpy.float32(1)), {"ids": [0, 1, 2], "rate": 1.0}),
+        "list": ([[1, (2,)], {"a": None}], [[1, [2]], {"a": None}]),
+        "number": (torch.tensor(2.0), 2.0),
+        "counts": (collections.OrderedDict({(1, 2): 3}), {"(1, 2)": 3}),
+        "size": (torch.Size([1, 2]), [1, 2]),
+        "rest": ([{1}, b"x", 1j, torch.float16], ["{1}", "b'x'", "1j", "torch.float16"]),
+        "meta": (torch.zeros(2, device="meta"), "tensor(..., device='meta', size=(2,))"),
+        "numpy": ([numpy.float64(0.5), numpy.int64(7), numpy.bool_(True)], [0.5, 7, True]),
     }
+    values = torch.ones(3)
     others = {"float8": values.to(torch.float8_e4m3fn), "complex": values.to(torch.complex64).conj()}
     others["quantized"] = torch.quantize_per_tensor(values, 1.0, 0, torch.qint8)
-    write(luna.bert(**odd, **others) | {"optimizer_history": [{"num_updates": numpy.int64(7)}]}, file)
+    state = luna.bert(**{name: value for name, (value, _) in odd.items()}, **others)
+    write(state | {"optimizer_history": [{"num_updates": numpy.int64(7)}]}, file)
     convert_checkpoint(file, file.with_name("model"))
     report = saved_report(file.with_name("model"))
-    assert {name: report["args"][name] for name in odd} == {
-        "nested": {"ids": [0, 1, 2], "rate": 1.0, "more": [[1, [2]], {"a": None}]},
-        "number": 2.0,
-        "counts": {"(1, 2)": 3},
-        "size": [1, 2],
-        "rest": {"set": "{1}", "bytes": "b'x'", "complex": "1j", "dtype": "torch.float16"},
-        "meta": "tensor(..., device='meta', size=(2,))",
-        "numpy": [0.5, 7, True],
-    }
+    assert {name: report["args"][name] for name in odd} == {name: expected for name, (_, expected) in odd.items()}
     assert report["source"]["num_updates"] == 7
 
 
@@ -525,17 +452,3 @@ def test_numpy_numbers_of_numpy_1(file):
     assert b"cnumpy._core.multiarray\n" in content
     file.write_bytes(content.replace(b"cnumpy._core.multiarray\n", b"cnumpy.core.multiarray\n"))
     assert read_checkpoint(file).args["lr"] == 0.5
-
-
-@pytest.mark.parametrize("family", slow_but(["megalodon"], ["luna", "mega", "megalodon"]))
-def test_every_fixture_without_checksums_is_as_with_them(parity_folder, file, family):
-    fixtures = [path for folder in parity_folder.all(family) if (path := folder / "checkpoint.pt").is_file()]
-    for fixture in fixtures:
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            state = torch.load(fixture, weights_only=True)
-        expected = read_checkpoint(fixture)
-        for form in UNCHECKED:
-            write(state, file, form)
-            found = read_checkpoint(file)
-            assert found.unchecked and found.args == expected.args, fixture
-            assert all(torch.equal(found.tensors[key], tensor) for key, tensor in expected.tensors.items()), fixture

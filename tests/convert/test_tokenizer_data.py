@@ -7,12 +7,15 @@ import pytest
 import torch
 from transformers import AddedToken, RobertaTokenizer, pipeline
 
+from luna_mega.convert import convert_checkpoint
 from luna_mega.convert.dictionaries import read_dictionary
 from luna_mega.convert.tokenizers.gpt2_bpe import bpe_tokenizer, read_gpt2_bpe
 
 parquet = pytest.importorskip("pyarrow.parquet")
 regex = pytest.importorskip("regex")
+from tests.convert import luna  # noqa: E402
 from tests.convert.bpe import Gpt2  # noqa: E402  # requires regex
+from tests.convert.contract import save  # noqa: E402
 from tests.marks import slow_but  # noqa: E402
 
 
@@ -70,13 +73,6 @@ def test_ids(texts, symbols, complete, gpt2, step):
 
 
 @pytest.mark.slow
-def test_offsets_and_decode(texts, complete, gpt2):
-    found = complete[0](texts, add_special_tokens=False, return_offsets_mapping=True)
-    assert found["offset_mapping"] == [gpt2.offsets(text) for text in texts]
-    assert complete[0].batch_decode(found.input_ids) == texts
-
-
-@pytest.mark.slow
 def test_equals_transformers_roberta(texts, complete, robertas):
     tokenizer = complete[0]
     assert tokenizer.get_vocab() == robertas.get_vocab()
@@ -94,20 +90,19 @@ def test_special_tokens_in_text(complete, symbols, gpt2):
     assert complete[0](texts, split_special_tokens=True).input_ids == gpt2.encode(symbols, texts)
 
 
-def test_fill_mask_after_conversion(convert, make, data, texts):
-    state, embedding = make.bert(), torch.randn(50265, make.WIDTH)
+def test_fill_mask_after_conversion(tmp_path, data, texts):
+    state, embedding = luna.bert(), torch.randn(50265, luna.WIDTH)
     state["model"]["encoder.sentence_encoder.embed_tokens.weight"] = embedding
     state["model"] |= {"encoder.lm_head.weight": embedding, "encoder.lm_head.bias": torch.randn(50265)}
-    output = convert(state, "--dict", data / "roberta_bpe" / "dict.txt", "--bpe", data / "gpt2_bpe")
-    assert "RobertaTokenizer, GPT-2 byte-pair encoding, 50,265 ids\n" in convert.screen
-    fill = pipeline("fill-mask", model=str(output))
+    options = {"dictionaries": [data / "roberta_bpe" / "dict.txt"], "bpe": data / "gpt2_bpe"}
+    report = convert_checkpoint(save(state, tmp_path), tmp_path / "model", **options)
+    assert "RobertaTokenizer, GPT-2 byte-pair encoding, 50,265 ids\n" in str(report)
+    fill = pipeline("fill-mask", model=str(tmp_path / "model"))
     question = next(text for text in texts if " the " in text and len(text) < 60).replace(" the ", " <mask> ", 1)
     answers = fill(question, top_k=3)
     ids = fill.tokenizer(question, return_tensors="pt")
     logits = fill.model(**ids).logits[0, ids["input_ids"][0] == 50264]
     assert [answer["token"] for answer in answers] == logits.topk(3).indices[0].tolist()
     for answer in answers:
-        assert (
-            answer["token_str"] == fill.tokenizer.decode([answer["token"]])
-            and answer["token_str"] in answer["sequence"]
-        )
+        word = answer["token_str"]
+        assert word == fill.tokenizer.decode([answer["token"]]) and word in answer["sequence"]

@@ -3,8 +3,8 @@
 A row of `VALUES` is a checkpoint and the result of its conversion. `test_contract.py` has the recorded results.
 """
 
+import json
 from argparse import Namespace
-from dataclasses import replace
 
 import numpy
 import pytest
@@ -13,12 +13,9 @@ import torch
 from luna_mega import LunaForMaskedLM
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.conventions import decide_layer_norm
-from luna_mega.convert.evidence import Evidence, flag, same_bits
-from luna_mega.convert.formats.registry import register_format, registered_formats
-from luna_mega.convert.table import ACTIVATIONS, NOT, Arg, read_fields, typed_args
 from tests.convert import luna
 from tests.convert.contract import changed, check_arrived, save, weights
-from tests.convert.folders import find_format, half, load
+from tests.convert.folders import half, load
 from tests.convert.luna import bert, lra23
 from tests.convert.mega import BODY, POSITIONS, mega, mega_image
 from tests.convert.mega_lm import KINDS, VOCABULARY, mega_lm
@@ -70,6 +67,25 @@ def only(state, *kept):
     return state | {"args": Namespace(**{name: value for name, value in vars(state["args"]).items() if name in kept})}
 
 
+def nan_embedding(state):
+    """Return a checkpoint with embedding and output weight of NaN; one of them has a single number in the file."""
+    embedding = state["model"]["encoder.lm_head.weight"]
+    copies = {"encoder.lm_head.weight": torch.full_like(embedding, torch.nan)}
+    copies["encoder.sentence_encoder.embed_tokens.weight"] = torch.tensor(torch.nan).expand(embedding.shape)
+    return changed(state, state["model"] | copies)
+
+
+def negated(state):
+    """Return a checkpoint whose output weight has the negative bit: it stores the negated values of the embedding."""
+    weight = state["model"]["encoder.lm_head.weight"]
+    return changed(state, state["model"] | {"encoder.lm_head.weight": torch._neg_view(-weight)})
+
+
+def minus_one(state):
+    """Return a checkpoint with norm weights stored minus one, as in the 2023 code."""
+    return changed(state, luna.minus_one(state["model"]))
+
+
 # Fields of a translation model without args.
 DEFAULTS = {"scale_embedding": True, "tie_word_embeddings": True, "share_encoder_decoder_embeddings": True}
 LUNA_DEFAULTS = {"num_attention_heads": 8, "decoder_pre_norm": False, "max_position_embeddings": 1024, "dropout": 0.1}
@@ -96,7 +112,7 @@ VALUES = [
      ["'decoder.' is today's 'encoder.'"]),
     (lambda: filled(bert(), {f"{LAYER}.fc1.weight": torch.nan, "embed_tokens.weight": torch.inf}), (),
      {"tie_word_embeddings": False}, ["NaN or Inf in 2 of", "luna.encoder.layers.1.fc1.weight"]),
-    (bert, (), {}, ["standard (the mean of the norm weights is 1.0", "no tokenizer: --bpe DIR"]),
+    (bert, (), {}, ["standard (the mean of the norm weights is 1.0"]),
     (lambda: bert(heads=[("a", 3), ("b", 2)]), (), {},
      ["--head a converts it", "no dictionary: the folder has no dict.txt"]),
     (luna.bert23, (), {}, ["plus-one (the mean of the norm weights is "]),
@@ -110,8 +126,6 @@ VALUES = [
     (lambda: without(lra23(), "projected_positions", "_float_tensor"), (),
      {"position_embedding_type": "sinusoidal"}, []),
     (lambda: without(lra23(encoder_normalize_before=False), "emb_layer_norm"), (), {"embedding_norm": False}, []),
-    (lambda: lra23(sen_rep_type="mp"), (), {"pooling": "mean"}, ["!every sequence starts"]),
-    (lambda: lra23(sen_rep_type="cls"), (), {"pooling": "cls"}, ["every sequence starts with <CLS>, id 16"]),
     *((lambda length=length: changed(mega(), truncation_length=length), (), {"truncation": expected}, [])
       for length, expected in ((7, 7), (1, 1), (0, None), (-1, None), (None, None))),
     (mega, (), {"truncation": 1024}, ["of the branch main"]),
@@ -123,6 +137,12 @@ VALUES = [
      ["--ema-convention flash contradicts the order of the tensors"]),
     *((lambda order=order: reordered(mega(), order), ("ema_convention", "flash"), {"ema_shift": True}, ["!contradicts"])
       for order in ("sorted", "one layer", "reversed")),
+    (lambda: mega(prenorm=1, embed_norm=numpy.int64(0)), (),
+     {"normalize_before_mega": True, "embedding_norm": False}, []),
+    (lambda: negated(bert()), (), {"tie_word_embeddings": True}, []),
+    # Equal NaN values are tied, also if the file has one number of one of them.
+    (lambda: nan_embedding(bert(tied_lm=False)), (), {"tie_word_embeddings": True}, ["NaN or Inf"]),
+    (lambda: minus_one(checkpoint(luna_seq2seq())), ("layer_norm", "plus-one"), {}, ["plus-one"]),
     (lambda: half(mega("mega_lra_cifar10", values=True, norm_type="batchnorm", prenorm=True)), ("dtype", "float16"),
      {"normalization_type": "batchnorm"}, []),
     (lambda: without(mega("mega_lra_cifar10", values=True, norm_type="batchnorm"), "num_batches"), (), {}, []),
@@ -155,6 +175,8 @@ VALUES = [
                      max_positions=40), (),
      {"shared_representation_size": 6, "intermediate_size": 24, "max_positions": POSITIONS,
           "normalization_type": "rmsnorm"}, ["args.z_dim = 7 but the tensors have 6: using the tensors"]),
+    (lambda: checkpoint(mega_seq2seq(decoder_vocab_size=14), share_all_embeddings=True, decoder_z_dim=99), (), {},
+     ["args.share_all_embeddings = True but the tensors have False", "args.decoder_z_dim = 99 but the tensors have 6"]),
     (lambda: mega_image(input_size=384, nb_classes=7), (), {"image_size": 12, "num_labels": 5},
      ["args.input_size = 384 but the tensors have 12: using the tensors"]),
 ]  # fmt: skip
@@ -215,84 +237,33 @@ def test_every_head_folder_is_a_language_model(tmp_path):
     assert torch.equal(masked["lm_head.decoder.bias"], state["model"]["encoder.lm_head.bias"])
 
 
-@pytest.mark.parametrize("mean", [1.0, 0.65, 1.3, 0.0, 0.35, -0.3])
-def test_auto_decides_by_the_mean(mean):
-    decision = decide_layer_norm([torch.full((3,), mean - 0.01), torch.full((3,), mean + 0.01)], "auto")
-    assert decision.convention == ("standard" if mean > 0.5 else "plus-one") and decision.warning is None
-    assert decision.mean == pytest.approx(mean)
-    assert decide_layer_norm([torch.tensor([mean, float("nan"), mean])], "auto").convention == decision.convention
+# Values of the norm weights, the option, and the convention or the error.
+NORMS = [
+    *((mean, "auto", "standard") for mean in (1.0, 0.65, 1.3)),
+    *((mean, "auto", "plus-one") for mean in (0.0, 0.35, -0.3)),
+    *((mean, "auto", None) for mean in (0.42, 0.5, 0.58, 1.5, -0.5, 40.0, float("nan"))),
+    *((mean, choice, choice) for mean in (0.0, 0.5, 1.0) for choice in ("standard", "plus-one")),
+]
 
 
-@pytest.mark.parametrize("mean", [0.42, 0.5, 0.58, 1.5, -0.5, 40.0, float("nan")])
-def test_ambiguous_mean_raises_in_auto_mode(mean):
-    with pytest.raises(ConversionError, match="--layer-norm standard or --layer-norm plus-one"):
-        decide_layer_norm([torch.full((3,), mean)], "auto")
+@pytest.mark.parametrize(("mean", "choice", "expected"), NORMS)
+def test_convention_of_layer_norms(mean, choice, expected):
+    """The mean of the norm weights decides, NaN is ignored, and an option that contradicts it has a warning."""
+    weights = [torch.full((3,), mean - 0.01), torch.tensor([mean + 0.01, torch.nan])]
+    if expected is None:
+        with pytest.raises(ConversionError, match="--layer-norm standard or --layer-norm plus-one"):
+            decide_layer_norm(weights, choice)
+        return
+    decision = decide_layer_norm(weights, choice)
+    assert decision.convention == expected and decision.mean == pytest.approx(mean, abs=0.01)
+    contradicted = choice != "auto" and mean == {"standard": 0, "plus-one": 1}[choice]
+    assert bool(decision.warning) is contradicted and (not contradicted or "contradicts" in decision.warning)
 
 
-@pytest.mark.parametrize(("choice", "other"), [("standard", 0.0), ("plus-one", 1.0)])
-def test_explicit_choice(choice, other):
-    contradicted = decide_layer_norm([torch.full((3,), other)], choice)
-    assert contradicted.convention == choice and "contradicts" in contradicted.warning
-    assert decide_layer_norm([torch.full((3,), 1 - other)], choice).warning is None
-    assert decide_layer_norm([torch.full((3,), 0.5)], choice).warning is None
-
-
-TABLE = (
-    Arg("dim", "width", read=lambda evidence: len(evidence.tensors["w"])),
-    Arg("activation_fn", "act", ACTIVATIONS, "relu"),
-    Arg("no_scale", "scaled", NOT, False),
-    Arg("drop", "rate", default=0.1),
-    Arg("drop", "other_rate"),
-)
-
-
-def evidence(**args):
-    return Evidence({"w": torch.zeros(8)}, args, "old", {"activation_fn": "relu", "no_scale": False, "drop": 0.1})
-
-
-def test_fields_of_the_arguments():
-    found = evidence(dim=8, activation_fn="gelu_accurate", no_scale=False, drop=0.5, data=".")
-    fields = {"width": 8, "act": "gelu_new", "scaled": True, "rate": 0.5, "other_rate": 0.5}
-    assert read_fields(TABLE, found) == fields and not found.warnings
-
-
-def test_defaults_and_tensors_that_win():
-    found = evidence(dim=9)
-    assert read_fields(TABLE, found) == {"width": 8, "act": "relu", "scaled": True, "rate": 0.1, "other_rate": 0.1}
-    assert found.warnings == ["args.dim = 9 but the tensors have 8: using the tensors"]
-
-
-@pytest.mark.parametrize("found", registered_formats(), ids=lambda found: found.facts.name)
-def test_every_argument_stands_once(found):
-    """Every argument has one row with a type per revision."""
-    for revision in found.facts.revisions:
-        rows = [row for row in found.table if row.revision in (None, revision)]
-        kinds = {(row.name, row.kind) for row in rows if row.name and row.kind is not None}
-        assert {name for name, _ in kinds} == {row.name for row in rows} - {""} and len(kinds) == len(dict(kinds))
-        assert {name for own in found.facts.architectures.values() for name in own} <= {row.name for row in found.table}
-
-
-@pytest.mark.parametrize("value", [1, True, numpy.int64(1)])
-def test_flags_of_genuine_files(value):
-    row = Arg("flag", "scaled", kind=flag)
-    assert typed_args((row,), {"flag": value, "other": "kept"}, "old") == {"flag": True, "other": "kept"}
-    assert typed_args((row,), {"flag": None}, "old") == {"flag": None}
-
-
-def test_signatures_are_disjoint():
-    signatures = [fmt.facts.stacks for fmt in registered_formats()]
-    assert len(set(signatures)) == len(signatures) and all(signatures)
-    assert find_format("luna_seq2seq").facts.stacks == {("luna", "encoder"), ("luna", "decoder")}
-
-
-def test_overlapping_formats_raise():
-    class Other(type(find_format("mega_lra"))):
-        facts = replace(find_format("mega_lra").facts, name="other")
-
-    with pytest.raises(ValueError, match="'other' has the same stacks as 'mega_lra'"):
-        register_format(Other())
-
-
-def test_a_tensor_that_repeats_one_number_equals_its_copy():
-    one, copy = torch.full((1,), float("nan")), torch.full((3, 2), float("nan"))
-    assert same_bits(one.expand(3, 2), copy) and not same_bits(one.expand(3, 2), torch.zeros(3, 2))
+@pytest.mark.parametrize(("model", "length"), [(luna_seq2seq(), 21), (mega_seq2seq(), 202)], ids=["luna", "mega"])
+def test_settings_of_generation(tmp_path, model, length):
+    convert_checkpoint(save(checkpoint(model), tmp_path), tmp_path / "model")
+    generation = json.loads((tmp_path / "model" / "generation_config.json").read_text(encoding="utf-8"))
+    found = (generation["num_beams"], generation["decoder_start_token_id"], generation["max_length"])
+    assert found == (5, 2, length)
+    assert "AutoModelForSeq2SeqLM" in (tmp_path / "model" / "README.md").read_text(encoding="utf-8")

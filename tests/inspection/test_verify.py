@@ -23,7 +23,7 @@ from tests.inspection.records import read_record, write_record
 from tests.marks import diagonal, slow_but
 from tests.modeling import mega
 
-PAGE = Path(__file__).parents[2] / "docs" / "conversion.md"
+PAGE = (Path(__file__).parents[2] / "docs" / "conversion.md").read_text(encoding="utf-8")
 CONVERTED = {
     "luna/bert_heads": "A.",
     "luna/lra21_listops_tied_layers": "A.",
@@ -143,35 +143,27 @@ def test_a_record_with_which_nothing_can_be_compared_raises(change, masked_lm, t
     assert message in command_error(capsys, "verify", folder, file)
 
 
-@pytest.mark.parametrize("metadata", [None, {"sha256": "0" * 64}])
-def test_the_record_of_another_checkpoint_raises(metadata, masked_lm, tmp_path, capsys):
+def test_a_record_of_something_else_raises(parity_folder, masked_lm, tmp_path, capsys):
     folder, record = masked_lm
-    save_file(record, tmp_path / "recorded", metadata)
-    message = command_error(capsys, "verify", folder, tmp_path / "recorded")
-    assert f"SHA-256 {'0' * 64 if metadata else None}, but" in message and "`sha256` in the metadata" in message
-
-
-def test_a_checkpoint_or_a_folder_is_no_record(parity_folder, masked_lm, capsys):
-    for other in (parity_folder("luna", "bert_heads") / "checkpoint.pt", masked_lm[0]):
-        message = command_error(capsys, "verify", masked_lm[0], other)
+    for metadata, sha256 in ((None, None), ({"sha256": "0" * 64}, "0" * 64)):
+        save_file(record, tmp_path / "recorded", metadata)
+        message = command_error(capsys, "verify", folder, tmp_path / "recorded")
+        assert f"SHA-256 {sha256}, but" in message and "`sha256` in the metadata" in message
+    for other in (parity_folder("luna", "bert_heads") / "checkpoint.pt", folder):
+        message = command_error(capsys, "verify", folder, other)
         assert f"{other}: not a file of recorded outputs; write one with the original code" in message
-    assert "use a model folder" in command_error(capsys, "verify", masked_lm[0] / "config.json", other)
+    assert "use a model folder" in command_error(capsys, "verify", folder / "config.json", tmp_path / "recorded")
 
 
-def test_padding_is_not_compared(masked_lm, tmp_path):
+def test_padding_is_not_compared_and_parts_equal_the_output(masked_lm, tmp_path, monkeypatch):
     folder, record = masked_lm
     dropped = record["attention_mask"] == 0
     assert dropped.any()
     expected = verify(folder, write_record(tmp_path / "recorded", record, folder)).outputs
     for name in expected:
         record[name] = record[name].masked_fill(dropped[..., None], torch.nan)
-    assert verify(folder, write_record(tmp_path / "recorded", record, folder)).outputs == expected
-
-
-def test_logits_are_compared_in_parts(masked_lm, tmp_path, monkeypatch):
-    folder, record = masked_lm
     file = write_record(tmp_path / "recorded", record, folder)
-    expected = verify(folder, file).outputs
+    assert verify(folder, file).outputs == expected
     monkeypatch.setattr(module, "_SLICE", 2 * record["logits"][:, 0].numel())
     found = verify(folder, file).outputs
     assert found.keys() == expected.keys() and found["logits"] == pytest.approx(expected["logits"], abs=1e-5)
@@ -203,36 +195,21 @@ def test_memory_does_not_grow_with_the_vocabulary(tmp_path):
 
 def program(word: str) -> str:
     """Return the program of the page that contains a word."""
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    (found,) = (code for code in blocks if word in code)
-    assert len(found.splitlines()) <= 20
+    (found,) = (code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if word in code)
     return found
 
 
-class Replay(torch.nn.Module):
-    """Module of fairseq that returns recorded states, time-major."""
+class Recorded(torch.nn.Module):
+    """Module of fairseq that returns what the genuine one computed."""
 
-    def __init__(self, states):
+    def __init__(self, output):
         super().__init__()
-        self.states = states
+        self.output = output
 
-    def forward(self):
-        return self.states.transpose(0, 1), None
-
-
-class RecordedModel(torch.nn.Module):
-    """Language model with the interface of fairseq that returns what the genuine one computed."""
-
-    def __init__(self, io):
-        super().__init__()
-        self.decoder, self.io = torch.nn.Module(), io
-        self.decoder.layers = torch.nn.ModuleList(Replay(io[f"hidden.{index}"]) for index in (1, 2))
-
-    def forward(self, src_tokens):
-        assert src_tokens.equal(self.io["src_tokens"])
-        for layer in self.decoder.layers:
+    def forward(self, *arguments, **inputs):
+        for layer in self.decoder.layers if hasattr(self, "decoder") else ():
             layer()
-        return self.io["logits"], {}
+        return self.output
 
 
 def test_program_for_fairseq(parity_folder, tmp_path, monkeypatch):
@@ -240,9 +217,12 @@ def test_program_for_fairseq(parity_folder, tmp_path, monkeypatch):
     folder, _ = convert(parity_folder, name, tmp_path / "model")
     shutil.copy(parity_folder(*name.split("/")) / "checkpoint.pt", tmp_path / "checkpoint_best.pt")
     io = load_file(parity_folder(*name.split("/")) / "io.safetensors")
-    task = types.SimpleNamespace(source_dictionary=range(100))
+    model = Recorded((io["logits"], {}))
+    model.decoder = torch.nn.Module()
+    model.decoder.layers = torch.nn.ModuleList(Recorded((io[f"hidden.{n}"].transpose(0, 1), None)) for n in (1, 2))
     utils = types.ModuleType("fairseq.checkpoint_utils")
-    utils.load_model_ensemble_and_task = lambda files: ([RecordedModel(io)], None, task)
+    task = types.SimpleNamespace(source_dictionary=range(100))
+    utils.load_model_ensemble_and_task = lambda files: ([model], None, task)
     monkeypatch.setitem(sys.modules, "fairseq", types.ModuleType("fairseq"))
     monkeypatch.setitem(sys.modules, "fairseq.checkpoint_utils", utils)
     monkeypatch.setattr(torch, "randint", lambda *arguments: io["src_tokens"])
@@ -261,7 +241,7 @@ def test_program_for_transformers_4(parity_folder, tmp_path, capsys):
     (packages / "this.pth").write_text(
         "\n".join(path for path in sys.path if "site-packages" in path), encoding="utf-8"
     )
-    requirement = re.search(r"'(transformers<[\d.]+)'", PAGE.read_text(encoding="utf-8"))[1]
+    requirement = re.search(r"'(transformers<[\d.]+)'", PAGE)[1]
     done = subprocess.run([python, "-m", "pip", "install", requirement], capture_output=True, encoding="utf-8")
     if done.returncode:
         pytest.skip(f"cannot install {requirement}: {done.stderr.strip().splitlines()[-1]}")
