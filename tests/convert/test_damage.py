@@ -76,6 +76,13 @@ CONTENTS = {
     "negated": replaced(torch._neg_view),
     "a parameter": replaced(lambda x: torch.nn.Parameter(x) if x.is_floating_point() else x),
 }
+# The number of rows of these tensors is a size of the model.
+COUNTED = ("projected_embeddings", "embed_positions.weight", "embed_tokens.weight", "embed_tokens.embed.weight")
+COUNTED += ("sentence_projection_layer.weight",)
+FITS_NOT = re.compile(
+    r"tensor '\S+' (has shape \[|is missing)|(args\.\w+|model\.\w+) = .* \d|args and tensors .* at least \d|"
+    r"(a width of|reads|has) \d+"
+)
 
 
 def damage(kind, index, change, check):
@@ -123,11 +130,14 @@ def test_values_that_the_original_never_saves_are_named(kind, index, change):
 
 @damaged(SHAPES)
 def test_wrong_shapes_are_named(kind, index, change):
-    """The error has the shape of the tensor or of another one that no longer fits it."""
+    """The error names the tensor, one that it does not fit, or both numbers; some rows change a size of the model."""
 
     def check(key, tensor, found):
         if isinstance(found, str):
-            assert key in found or re.search(r"shape|features|entries|args\.|model\.\w+ = ", found), found
+            assert key in found or FITS_NOT.search(found), found
+        else:
+            SHAPES[change](model := {key: tensor}, key)
+            assert is_dropped(key) or key.endswith(COUNTED) or model[key].shape == tensor.shape
 
     damage(kind, index, SHAPES[change], check)
 

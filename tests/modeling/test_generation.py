@@ -252,7 +252,7 @@ def test_unsupported_options_raise(family, with_encoder):
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
 def test_options_that_this_package_handles(family, with_encoder):
-    """Logits of steps, a static cache, an own loop with stop strings, guidance, and beams that end with a text."""
+    """Logits of steps, a static cache, an own loop, guidance by negative prompts, and beams that end with a text."""
     model = make_plain(family, is_encoder_decoder=with_encoder)
     inputs = prompt(model, *padded([7, 3], 7, "left"))
     settings = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "return_dict_in_generate": True}
@@ -261,12 +261,18 @@ def test_options_that_this_package_handles(family, with_encoder):
     if not with_encoder:
         mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(2, 5)], 1)
         complete = model(plain.sequences, mask, use_cache=False).logits[:, -6:-1]
-        guided = model.generate(**inputs, **settings, guidance_scale=1.5, output_scores=True, output_logits=True)
-        bare = torch.cat([inputs["input_ids"][:, -1:], guided.sequences[:, -5:-1]], 1)
-        without = model(bare, torch.ones_like(bare)).logits.log_softmax(-1)
-        with_prompt = torch.stack(guided.logits, 1).log_softmax(-1)
-        expected = (1.5 * (with_prompt - without) + without).float()
-        torch.testing.assert_close(torch.stack(guided.scores, 1).float(), expected, atol=1e-5, rtol=1e-5)
+        negative = torch.tensor([[1, 8], [9, 7]])
+        for prompts, kept in ((None, None), (negative.clamp(min=3), None), (negative, (negative > 1).long())):
+            guidance = {"guidance_scale": 1.5, "negative_prompt_ids": prompts, "negative_prompt_attention_mask": kept}
+            guided = model.generate(**inputs, **settings, **guidance, output_scores=True, output_logits=True)
+            before = inputs["input_ids"][:, -1:] if prompts is None else prompts
+            kept = torch.ones_like(before) if kept is None else kept
+            bare = torch.cat([before, guided.sequences[:, -5:-1]], 1)
+            mask = torch.cat([kept, kept.new_ones(2, 4)], 1)
+            without = model(bare, mask).logits[:, -5:].log_softmax(-1)
+            with_prompt = torch.stack(guided.logits, 1).log_softmax(-1)
+            expected = (1.5 * (with_prompt - without) + without).float()
+            torch.testing.assert_close(torch.stack(guided.scores, 1).float(), expected, atol=1e-5, rtol=1e-5)
     else:
         complete = model(**inputs, decoder_input_ids=plain.sequences, use_cache=False).logits[:, :-1]
     torch.testing.assert_close(steps, complete.to(steps.dtype), atol=1e-5, rtol=1e-5)

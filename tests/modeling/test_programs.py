@@ -1,5 +1,6 @@
 """Programs of every kind equal the model for texts shorter and longer than the example, P and a chunk."""
 
+import copy
 import shutil
 import warnings
 from itertools import product
@@ -7,7 +8,9 @@ from itertools import product
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
+from transformers.exporters import DynamoConfig, DynamoExporter
 
+from tests.marks import slow_but
 from tests.modeling.contract import FACTORIES
 from tests.modeling.samples import borders, make_inputs
 
@@ -123,6 +126,39 @@ def test_tracing_raises_an_error(name):
     inputs = make_inputs(model, [4, 2])
     with pytest.raises(RuntimeError, match="^`torch.jit.trace` is not supported; use `torch.export.export`$"):
         torch.jit.trace(lambda *given: model(**dict(zip(inputs, given, strict=True))), tuple(inputs.values()))
+
+
+def compiled_step(model, inputs, name, past):
+    torch.compiler.reset()
+    return torch.compile(model, backend="eager", fullgraph=True)
+
+
+def exported_step(model, inputs, name, past):
+    return DynamoExporter().export(model, {**inputs, name: past}, DynamoConfig()).program.module()
+
+
+STEPS = {"compiled": compiled_step, "exported": exported_step}
+NAMES = ["cache", "past_key_values"]
+# Each family in both ways, under one of the names.
+CACHED = [(*pair, NAMES[(i + i // 2) % 2]) for i, pair in enumerate(product(decoders.FAMILIES, STEPS))]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family, way, name", slow_but([("mega", "compiled", "past_key_values")], CACHED))
+def test_steps_with_a_cache(family, way, name, monkeypatch):
+    """A program of a step has the cache in its inputs and outputs, under either name."""
+    # The exporter would convert Megalodon's float64 statistics to the dtype of the model, see docs/export.md.
+    monkeypatch.setattr("transformers.exporters.utils.cast_leaf_tensors", lambda inputs, **_: inputs)
+    model = decoders.make_plain(family, num_hidden_layers=1).float()
+    past = model(torch.tensor([[5, 9, 4], [7, 7, 8]]), use_cache=True, logits_to_keep=1).cache
+    inputs = {"input_ids": torch.tensor([[4], [5]])}
+    step = STEPS[way](model, inputs, name, copy.deepcopy(past))
+    actual = step(**inputs, **{name: copy.deepcopy(past)})
+    expected = model(**inputs, **{name: past})
+    torch.testing.assert_close(actual.logits, expected.logits)
+    assert actual.cache is actual[name]
+    assert way == "exported" or actual.cache.get_seq_length() == 4  # an exported cache contains only tensors
+    assert actual.cache.layers[0].tensors.keys() == past.layers[0].tensors.keys()
 
 
 EIGHTS = {"use_chunking": True, "chunk_size": 8}
