@@ -124,7 +124,7 @@ AUTO_CLASSES = {"ForCausalLM": "AutoModelForCausalLM", "ForMaskedLM": MASKED_LM}
 def releases(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("releases")
     with tarfile.open(Path(__file__).with_name("earlier_releases.tar.xz")) as archive:
-        for member in filter(tarfile.TarInfo.isreg, archive):  # the Python of Debian 12 has no `filter` for `extractall`
+        for member in filter(tarfile.TarInfo.isreg, archive):  # Debian's `extractall` has no `filter`
             (file := folder / member.name).parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(archive.extractfile(member).read())
     expected = RELEASES | {"20c2b5c3": [f"luna_{field}" for field in REMOVED]}
