@@ -207,7 +207,7 @@ TEXT = st.text(st.sampled_from(" abcdethéöü😀@9]\t\n\x1c\u2028"), max_size=
 
 @given(texts=st.lists(TEXT, min_size=1, max_size=20))
 def test_equals_its_reference(row, texts):
-    """A tokenizer and its copies give the ids and decoded texts of the original's steps, for one text and for a batch."""
+    """Ids and texts are those of the original's steps, for one text and for a batch, also with copied tokenizers."""
     name, (tokenizer, encode, decode, pieces), copies = row
     ids = [encode(text) for text in texts]
     assert tokenizer(texts).input_ids == ids and tokenizer(texts[0]).input_ids == ids[0]
