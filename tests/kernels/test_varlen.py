@@ -76,3 +76,17 @@ def test_transforms_of_varlen_calls(operator):
     )
     with pytest.raises(RuntimeError, match="cu_seqlens has no values here .*; pass max_seqlen$"):
         torch.vmap(lambda bounds: run(tokens, bounds, None))(others)
+
+
+@pytest.mark.parametrize(
+    ("operator", "options"),
+    [("luna_pack", {}), ("luna_unpack", {}), ("luna_attention", {}), ("gated_attention", {}),
+     ("damped_ema", {"truncation": 3})],
+)  # fmt: skip
+def test_programs_that_need_max_seqlen(operator, options):
+    """These calls compare `max_seqlen` with other lengths, which a program cannot do with a value of a tensor."""
+    inputs = Inputs(Case(operator, options, layout="varlen", lengths=(4, 1)))
+    leaves, options = inputs.arguments("torch", **inputs.leaves)
+    program = torch.compile(inputs.call.run, backend="eager")
+    with pytest.raises(RuntimeError, match="needs max_seqlen in a compiled program; pass max_seqlen$"):
+        program(**leaves, **options)
