@@ -9,12 +9,12 @@ import yaml
 from huggingface_hub import ModelCard
 from hypothesis import given, strategies as st
 from markdown_it import MarkdownIt
+from tests.hub.loopback import metadata_errors
 
 import luna_mega
 from luna_mega.errors import ConversionError
 from luna_mega.escaping import LONGEST, code, code_block, markdown, short_line, terminal
 from luna_mega.hub.card import FIELDS, conversion_card, license_metadata
-from tests.hub.loopback import metadata_errors
 from tests.modeling.luna import HEADS, make, tiny_config
 
 REPORT = """read       model.pt: luna_bert of the 2021 code, arch luna_base_tied_512, task masked_lm, updates: 1000
