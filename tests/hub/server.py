@@ -36,8 +36,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_request(self):
         path = unquote(urlsplit(self.path).path)
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.requests.append(f"{self.command} {path}")
-        if re.fullmatch(self.server.failing, self.server.requests[-1]):
+        self.server.requests += [path] if path.startswith(("/api/models", "/api/datasets")) else []
+        if re.fullmatch(self.server.failing, path):
             return self.error(self.server.status, "InternalError")
         for pattern, route in ROUTES.items():
             if found := re.fullmatch(pattern, path):
@@ -112,8 +112,8 @@ ROUTES = {
 class LoopbackHub(ThreadingHTTPServer):
     """The server, which runs in a thread.
 
-    `repositories` are the files of each repository, and `requests` the received requests. Requests that match `failing`
-    fail with `status`, and change nothing.
+    `repositories` are the files of each repository, and `requests` the paths of requests about models and datasets; the
+    client may send others when it starts. Requests for a path that matches `failing` fail with `status`.
     """
 
     def __init__(self):
@@ -123,7 +123,7 @@ class LoopbackHub(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
 
     def clear(self) -> None:
-        """Remove all repositories, requests and failures."""
+        """Remove repositories and failures."""
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.requests: list[str] = []
         self.failing, self.status = "", 500
