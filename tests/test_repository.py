@@ -9,7 +9,7 @@ import yaml
 from luna_mega import compat
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("luna_mega", "luna_mega_cli", "convert", "modeling_common", "kernels", "examples", "benchmarks")
+FOLDERS = ("luna_mega", "convert", "modeling_common", "kernels", "examples", "benchmarks")
 
 
 def test_text_has_an_encoding():
@@ -25,7 +25,7 @@ def test_text_has_an_encoding():
             method, encoding = getattr(call.func, "attr", ""), given.get("encoding", "")
             if method == "read_text":
                 read += 1
-                found += [f"{file}:{call.lineno}"] * (encoding != "'utf-8-sig'" and "luna_mega_cli" not in str(file))
+                found += [f"{file}:{call.lineno}"] * (not call.args and encoding != "'utf-8-sig'")
             elif method == "write_text" or "text" in given and method in ("run", "Popen", "check_output"):
                 found += [f"{file}:{call.lineno}"] * (not encoding and len(call.args) < 2)
     assert not found and read > 5
