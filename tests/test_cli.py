@@ -29,7 +29,7 @@ def run(argv, capsys):
 
 
 # A command line, its exit status, and words of its message. MODEL is a model folder, TEXT a file, INSIDE a path below
-# that file, NEW and ABSENT are absent, and ROBERTA is the folder of another model.
+# that file, NEW and ABSENT are absent, ROBERTA is the folder of another model, and LOOP is a link to itself.
 TABLE = [
     ("convert ABSENT --output NEW", 1, "error: ABSENT: no such file or folder"),
     ("convert TEXT --output NEW --dict ABSENT", 1, "error: --dict ABSENT: no such file"),
@@ -45,6 +45,7 @@ TABLE = [
     ("bundle TEXT", 1, "is a file; use a model folder"),
     ("bundle MODEL --output INSIDE", 1, "INSIDE: TEXT is not a folder; use another name"),
     ("bundle MODEL --output MODEL", 1, "the output folder is not empty"),
+    ("bundle MODEL --output LOOP", 1, "LOOP: the symbolic link is circular; use another name"),
     ("", 2, "COMMAND"),
     ("conver", 2, "invalid choice: 'conver'; did you mean 'convert'? (choose from 'convert', "),
     ("bundlex x", 2, "invalid choice: 'bundlex'; did you mean 'bundle'?"),
@@ -70,10 +71,12 @@ def names(tmp_path):
     config = luna_mega.LunaConfig(**sizes, num_attention_heads=2, projection_length=4)
     luna_mega.LunaForMaskedLM(config).save_pretrained(tmp_path / "model")
     (tmp_path / "notes.txt").write_text("no checkpoint", encoding="utf-8")
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "roberta").mkdir()
     (tmp_path / "roberta" / "config.json").write_text('{"model_type": "roberta"}', encoding="utf-8")
     places = {"MODEL": "model", "TEXT": "notes.txt", "NEW": "new", "ABSENT": "absent", "INSIDE": "notes.txt/inside"}
-    return {name: str(tmp_path / path) for name, path in places.items()} | {"ROBERTA": str(tmp_path / "roberta")}
+    places |= {"ROBERTA": "roberta", "LOOP": "loop"}
+    return {name: str(tmp_path / path) for name, path in places.items()}
 
 
 @pytest.mark.parametrize(("line", "expected", "words"), TABLE, ids=[ascii(row[0]) for row in TABLE])

@@ -28,14 +28,11 @@ from tests.hub import client as on_client
 from tests.hub.client import Client, check_outputs, lists
 from tests.hub.server import metadata_errors
 from tests.modeling.samples import make_inputs
+from tests.quickstart import LUNA, MEGA, MEGALODON
 
 REMOTE = {"trust_remote_code": True}
-SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
-LUNA = SMALL | {"num_attention_heads": 2, "projection_length": 4, "max_position_embeddings": 32}
-MEGA = SMALL | {"shared_representation_size": 8, "ema_projection_size": 2, "nffn_hidden_size": 16}
-MEGALODON = SMALL | {"shared_representation_size": 8, "value_size": 16, "ema_projection_size": 2, "chunk_size": 8}
-MEGALODON |= {"num_attention_heads": 2, "norm_num_groups": 4}
-FIELDS = {"luna": LUNA, "luna_seq2seq": LUNA, "mega": MEGA, "mega_seq2seq": MEGA, "megalodon": MEGALODON}
+SMALL = {"luna": LUNA, "luna_seq2seq": LUNA, "mega": MEGA, "mega_seq2seq": MEGA, "megalodon": MEGALODON}
+FIELDS = {model_type: {"vocab_size": 40, **fields} for model_type, fields in SMALL.items()}
 IMAGES = {"vocab_size": None, "input_type": "patches", "image_size": 8, "patch_size": 4}
 VALUES = {"vocab_size": None, "input_type": "values", "pooling": "mean"}
 MEGA_LM = {"is_decoder": True, "bidirectional": False, "use_chunking": True, "chunk_size": 4}
@@ -80,7 +77,7 @@ class Place(NamedTuple):
     client: Client
     stranger: Client
 
-    def beside(self, name: str) -> Path:
+    def next_to(self, name: str) -> Path:
         """Return the path of another folder, next to the saved one."""
         return self.saved.with_name(name)
 
@@ -89,8 +86,8 @@ def bundled(place: Place) -> Path:
     """Write the bundle of a folder that was saved without code to another folder."""
     shutil.rmtree(place.saved / CODE_FOLDER)
     edit(place.saved, auto_map=None)
-    assert bundle(place.saved, "--output", place.beside("bundle")) == 0
-    return place.beside("bundle")
+    assert bundle(place.saved, "--output", place.next_to("bundle")) == 0
+    return place.next_to("bundle")
 
 
 def bundled_over_old_code(place: Place) -> Path:
@@ -103,7 +100,7 @@ def bundled_over_old_code(place: Place) -> Path:
 
 def bundle_of_shards(place: Place) -> Path:
     """Bundle shards, whose names only the index contains, into a new folder without the shards of another save."""
-    folder = place.beside("shards")
+    folder = place.next_to("shards")
     shutil.copytree(place.saved, folder)
     (folder / SAFE_WEIGHTS_NAME).unlink()
     getattr(transformers, place.auto_class).from_pretrained(place.saved).save_pretrained(folder, max_shard_size="5KB")
@@ -112,22 +109,22 @@ def bundle_of_shards(place: Place) -> Path:
         (folder / name).rename(folder / name.replace("model-", "part-"))
     index.write_text(json.dumps(content).replace("model-", "part-"), encoding="utf-8")
     (folder / "model-00001-of-00009.safetensors").write_text("of another save", encoding="utf-8")
-    assert len(names) > 2 and bundle(folder, "--output", place.beside("bundle")) == 0
-    assert not list(place.beside("bundle").glob("model-*"))
-    return place.beside("bundle")
+    assert len(names) > 2 and bundle(folder, "--output", place.next_to("bundle")) == 0
+    assert not list(place.next_to("bundle").glob("model-*"))
+    return place.next_to("bundle")
 
 
 def saved_twice(place: Place) -> Path:
     """Save another model in shards to the folder; a single file takes precedence over their index."""
     make("luna").save_pretrained(place.saved, max_shard_size="5KB")
-    assert bundle(place.saved, "--output", place.beside("bundle")) == 0
-    assert [file.name for file in place.beside("bundle").glob("*.safetensors*")] == [SAFE_WEIGHTS_NAME]
-    return place.beside("bundle")
+    assert bundle(place.saved, "--output", place.next_to("bundle")) == 0
+    assert [file.name for file in place.next_to("bundle").glob("*.safetensors*")] == [SAFE_WEIGHTS_NAME]
+    return place.next_to("bundle")
 
 
 def saved_by_stranger(place: Place) -> Path:
     """Save the model again in a process without the package; its code is saved with it and with a new one."""
-    folders = place.beside("again"), place.beside("new")
+    folders = place.next_to("again"), place.next_to("new")
     place.stranger(on_client.save_again, place.saved, place.auto_class, *folders)
     code, *others = (contents(folder / CODE_FOLDER) for folder in (place.saved, *folders))
     assert all(other == code for other in others)
@@ -138,19 +135,19 @@ def saved_by_stranger(place: Place) -> Path:
 
 def pushed_during_training(place: Place) -> str:
     """Train with a push of each checkpoint, which has no sub-folders; the code of the last one is complete."""
-    place.client(on_client.train, place.saved, place.beside("run"), "tester/run", always=True)
-    check_code(place.beside("run") / "checkpoint-4", "luna")
+    place.client(on_client.train, place.saved, place.next_to("run"), "tester/run", always=True)
+    check_code(place.next_to("run") / "checkpoint-4", "luna")
     return "tester/run"
 
 
 def pushed_by_trainer(place: Place) -> str:
-    place.client(on_client.train, place.saved, place.beside("run"), "tester/run", script=False)
+    place.client(on_client.train, place.saved, place.next_to("run"), "tester/run", script=False)
     return "tester/run"
 
 
 def pushed_by_script(place: Place) -> str:
     """Push as the training scripts do; the card names the dataset and the license, and no folder."""
-    place.client(on_client.train, place.saved, output := place.beside("run"), "tester/run")
+    place.client(on_client.train, place.saved, output := place.next_to("run"), "tester/run")
     card = (output / "README.md").read_text(encoding="utf-8")
     data = ModelCard(card).data
     assert (data.datasets, data.license, data.license_name) == (["nyu-mll/glue"], "other", "my-license")

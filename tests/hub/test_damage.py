@@ -1,7 +1,6 @@
 """A damaged folder, or an invalid argument, is one sentence: nothing is executed, and nothing is written."""
 
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -255,14 +254,6 @@ def test_any_argument(argv, word, original, capsys):
         assert not list(Path(temporary).iterdir())
     if argv[-2] in ("--head", "--license"):
         assert f"{argv[-2][2:]} " in message and "use text without control characters and invalid bytes" in message
-
-
-@pytest.mark.parametrize("name", ["loop", "loop/x", "caf\udce9"])
-def test_output_that_cannot_be_a_folder(folder, name, capsys, monkeypatch):
-    monkeypatch.chdir(folder.parent)
-    os.symlink("loop", "loop")
-    command_error(capsys, "bundle", folder, "--output", name)
-    assert {path.name for path in Path().iterdir()} == {"loop", "model"}
 
 
 # Names of models and datasets on the Hub
