@@ -3,7 +3,6 @@
 import ast
 import configparser
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -196,19 +195,6 @@ def test_a_damaged_library_is_not_loaded(tmp_path):
         damaged.write_bytes(content)
         found, reason = native.load(damaged)
         assert found is None and "; " in reason
-
-
-@pytest.mark.slow
-def test_library_from_another_python(checkout, tmp_path):
-    """The Python of the operating system builds a library that this Python loads."""
-    if not shutil.which("/usr/bin/python3"):
-        pytest.skip("there is no /usr/bin/python3")
-    for name in ("setuptools", "_distutils_hack"):
-        (folder,) = importlib.util.find_spec(name).submodule_search_locations
-        shutil.copytree(folder, tmp_path / "site" / name, ignore=shutil.ignore_patterns("__pycache__"))
-    build = ["/usr/bin/python3", "setup.py", "--quiet", "build_ext", "--build-lib", tmp_path / "out"]
-    run(*build, "--build-temp", tmp_path, cwd=checkout, PYTHONPATH=str(tmp_path / "site"))
-    assert native.load(tmp_path / "out" / LIBRARY)[0] is not None
 
 
 def test_source_distribution_contains_exactly_the_packages_and_examples(checkout, built):

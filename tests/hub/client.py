@@ -8,7 +8,6 @@ import importlib.metadata
 import multiprocessing
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -165,22 +164,6 @@ def train(folder: Path, output: Path, repository: str, script: bool = True, alwa
     source = {"dataset": "nyu-mll/glue", "dataset_tags": "nyu-mll/glue", "dataset_args": "sst2"}
     complete_card(trainer, str(folder), "other:my-license", source)
     publish(trainer)
-
-
-def losses(source: Path, auto_class: str, inputs: dict[str, list], **options: Any) -> list[float]:
-    """Return the losses of two steps of `Trainer`."""
-    from transformers import Trainer, TrainingArguments
-
-    names = {"input_ids": inputs["input_ids"], "labels": inputs.get("decoder_input_ids", inputs["input_ids"])}
-    if auto_class.endswith("Classification"):
-        names["labels"] = [index % 2 for index, _ in enumerate(names["input_ids"])]
-    rows = [dict(zip(names, values, strict=True)) for values in zip(*names.values(), strict=True)]
-    settings = {"max_steps": 2, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True}
-    with tempfile.TemporaryDirectory() as run:
-        arguments = TrainingArguments(run, per_device_train_batch_size=2, disable_tqdm=True, **settings)
-        trainer = Trainer(load(source, auto_class, **options), arguments, train_dataset=rows)
-        trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def save_again(source: Path, auto_class: str, output: Path, new: Path) -> None:

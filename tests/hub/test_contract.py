@@ -347,7 +347,7 @@ OF_VERSIONS += [(model_type, "AutoModelForSeq2SeqLM") for model_type in ("luna_s
 
 @pytest.mark.slow
 def test_oldest_transformers_that_the_card_promises(server, stranger, tmp_path):
-    """Outputs, generated tokens and losses of `Trainer` equal those of the installed version."""
+    """Outputs, losses and generated tokens equal those of the installed version."""
     site, version = tmp_path / "site", compat.REQUIRED["transformers"]
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site]
     if subprocess.run([*pip, f"transformers=={version}.*"], capture_output=True).returncode:
@@ -358,9 +358,10 @@ def test_oldest_transformers_that_the_card_promises(server, stranger, tmp_path):
     settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "num_beams": 2}
     for model_type, auto_class in OF_VERSIONS:
         (model := make(model_type, auto_class)).save_pretrained(folder := tmp_path / model_type / auto_class)
-        call = folder, auto_class, lists(make_inputs(model, [6, 6]))
-        functions = [(on_client.outputs, ()), (on_client.losses, ())]
-        functions += [(on_client.generate, (settings,))] * model.can_generate()
-        for function, further in functions:
-            assert old(function, *call, *further, **REMOTE) == stranger(function, *call, *further, **REMOTE)
+        inputs = lists(make_inputs(model, [6, 6]))
+        labels = [0, 1] if auto_class == SEQUENCES else inputs.get("decoder_input_ids", inputs["input_ids"])
+        calls = [(on_client.outputs, folder, auto_class, inputs | {"labels": labels})]
+        calls += [(on_client.generate, folder, auto_class, inputs, settings)] * model.can_generate()
+        for call in calls:
+            assert old(*call, **REMOTE) == stranger(*call, **REMOTE)
     old.pool.shutdown()
