@@ -96,6 +96,20 @@ def test_reference_has_every_field(config):
             assert repr(field.default) in defaults[field.name], field.name
 
 
+def test_reference_has_every_argument_of_a_head():
+    """The API reference describes the arguments of every `forward` with labels."""
+    checked = 0
+    for file in ROOT.glob("modeling_*/*.py"):
+        source = load("docstrings").complete_docstrings(file.read_text(encoding="utf-8"))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and node.name == "forward" and (text := ast.get_docstring(node)):
+                arguments = {argument.arg for argument in [*node.args.args[1:], *node.args.kwonlyargs]}
+                if arguments & {"labels", "start_positions"}:
+                    checked += 1
+                    assert arguments <= set(re.findall(r"^    (\w+): \S", text, re.MULTILINE)), file
+    assert checked > 10
+
+
 def test_page_of_the_command_line(capsys):
     """Every command has a section with the options of its help, its examples and a guide that exists."""
     sections = dict(re.findall(r"^## luna-mega (\w+)\n(.*?)(?=^## |\Z)", load("commands").make_page(), re.M | re.S))
