@@ -126,13 +126,3 @@ def test_no_import_cycles():
     }
     graphlib.TopologicalSorter({module: names & FOUND.keys() for module, names in graph.items()}).prepare()
     assert "luna_mega.convert.importer" in graph["luna_mega_cli.convert"]
-
-
-def test_nothing_imports_tests_or_scripts():
-    """Scripts import only from their own folder, except `make gpu`, which imports its checks from the tests."""
-    for folder in ("examples", "benchmarks"):
-        for file in (ROOT / folder).rglob("*.py"):
-            names = {found.name.split(".")[0] for found in imports("", file.read_text("utf-8"))}
-            assert names & {"examples", "benchmarks", "tests"} <= {folder} | (
-                {"tests"} if file.stem == "gpu_jobs" else set()
-            ), file
