@@ -30,7 +30,7 @@ def test_public_names(repo_root):
 
 @pytest.mark.parametrize("config", CONFIGS.values())
 def test_every_class_is_registered(config):
-    """Auto classes know all models, also in the tables of names that Trainer and pipelines read."""
+    """All models are registered, also in the tables of names that Trainer and pipelines read."""
     luna_mega.register_auto_classes()  # again: changes nothing
     assert type(transformers.AutoConfig.for_model(config.model_type)) is config
     classes = auto_classes(config)

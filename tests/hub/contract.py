@@ -52,7 +52,7 @@ MASKED_LM, SEQUENCES = "AutoModelForMaskedLM", "AutoModelForSequenceClassificati
 
 
 def make(model_type: str, auto_class: str = MASKED_LM) -> PreTrainedModel:
-    """Return a small model of a type and a class."""
+    """Return a small model of a type and an Auto class."""
     fields = FIELDS[model_type] | OTHER_FIELDS.get((model_type, auto_class), {})
     config = CONFIGS[model_type](**{name: value for name, value in fields.items() if value is not None})
     return auto_classes(CONFIGS[model_type])[auto_class](config).eval()
@@ -70,7 +70,7 @@ def bundle(*arguments: object) -> int:
 
 
 class Place(NamedTuple):
-    """What the ways to make a folder need: a folder with a saved model and its tokenizer, and two processes."""
+    """A folder with a saved model and its tokenizer, and two processes, for the functions that make folders."""
 
     saved: Path
     auto_class: str
@@ -163,7 +163,7 @@ def pushed(place: Place) -> str:
 
 
 class Way(NamedTuple):
-    """A row: type and class of the model, a function that returns the folder or repository, and what its card says."""
+    """A row: type and class of the model, a function that returns the folder or repository, and words of its card."""
 
     model_type: str
     auto_class: str
@@ -186,7 +186,7 @@ WAYS = {
 
 
 def check_loads(client: Client, stranger: Client, source: Path | str, auto_class: str, model: PreTrainedModel) -> None:
-    """Check that a folder or repository gives the outputs of a model, by the package and by its own code."""
+    """Check that a model loaded by the package, and by its own code, has the outputs of the saved model."""
     inputs = make_inputs(model, [9, 3], side="left", gaps=auto_class != "AutoModelForCausalLM")
     call = source, auto_class, lists(inputs)
     for options in ({}, REMOTE):

@@ -52,7 +52,7 @@ def saved(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way(way, hub, client, stranger, tmp_path, tokenizer):
-    """A folder or a repository loads with and without the package; its code is complete, and its card says how."""
+    """A folder or a repository loads with and without the package, as its card describes; its code is complete."""
     model_type, auto_class, make_folder, words = WAYS[way]
     model, saved = make(model_type, auto_class), tmp_path / "saved"
     model.save_pretrained(saved)
@@ -283,13 +283,13 @@ def test_classes_of_others(tmp_path, monkeypatch):
     assert (tmp_path / "model" / "test_contract.py").is_file()
 
 
-@pytest.mark.parametrize(("model_class", "said"), [(MyModel, True), (MyHead, False)])
-def test_cards_of_classes_of_a_user(tmp_path, model_class, said):
-    """The card of a subclass of a model says how to load that model; the card of another model does not."""
+@pytest.mark.parametrize(("model_class", "described"), [(MyModel, True), (MyHead, False)])
+def test_cards_of_classes_of_a_user(tmp_path, model_class, described):
+    """The card of a subclass of a model describes how to load that model; the card of another model does not."""
     (tmp_path / "README.md").write_text("# Mine\n", encoding="utf-8")
     _cards.complete_card(model_class(luna_mega.LunaConfig(**FIELDS["luna"])), tmp_path, "a/b")
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert text.startswith("# Mine\n") and ('AutoModelForMaskedLM.from_pretrained("a/b")' in text) == said
+    assert text.startswith("# Mine\n") and ('AutoModelForMaskedLM.from_pretrained("a/b")' in text) == described
 
 
 # Other versions
