@@ -1,4 +1,4 @@
-"""Model cards of the converter: their content, whether the Hub accepts them, and that untrusted text stays text."""
+"""Model cards of the converter and of training scripts: their content, and that untrusted text stays text."""
 
 import contextlib
 import re
