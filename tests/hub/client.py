@@ -8,6 +8,7 @@ import importlib.metadata
 import multiprocessing
 import os
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -64,6 +65,7 @@ class Client:
 
 
 def _start(package: bool) -> None:
+    time.sleep = lambda seconds: None  # the client would wait before it retries
     # The module cache of the parent process would otherwise be found first.
     sys.path[:] = [path for path in sys.path if Path(path).name != "modules"]
     if package:
