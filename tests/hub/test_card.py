@@ -133,7 +133,7 @@ def test_forms(text):
 def test_forms_of_plain_words_and_of_each_text():
     for text in ALIVE:
         check_forms(text)
-    for text in ("my-model", "luna_base_512", "nyu-mll/glue sst2", "0.9123", "1,234,567", "3e-05"):
+    for text in ("my-model", "luna_base_512", "nyu-mll/glue sst2", "0.9123", "1,234,567", "3e-05", "a" * LONGEST):
         assert markdown(text) == terminal(text) == short_line(text) == text
 
 
