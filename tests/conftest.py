@@ -82,15 +82,6 @@ def repo_root() -> Path:
     return ROOT
 
 
-@pytest.fixture(scope="session")
-def sources() -> dict[str, str]:
-    """Return the text of all Python files of the repository by their paths."""
-    built = {"build", "dist", "outputs", "runs"}
-    folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and path.name not in built]
-    files = [file for folder in folders for file in folder.rglob("*.py")]
-    return {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in files}
-
-
 @pytest.fixture(scope="module")
 def import_benchmark() -> Iterator[Callable[[str], ModuleType]]:
     """Return a function that imports a script of the folder `benchmarks`, which is temporarily in the path."""

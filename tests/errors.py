@@ -1,21 +1,8 @@
-"""Checks of error messages: each is one line that names the argument, the file or the fix."""
-
-from collections.abc import Callable
-from typing import Any
+"""A check of error messages of the command line."""
 
 import pytest
 
 import luna_mega_cli
-
-Case = tuple[Callable[[], Any], type[Exception], str]
-
-
-def check_error(call: Callable[[], Any], exception: type[Exception], named: str) -> None:
-    with pytest.raises(exception) as error:
-        call()
-    message = str(error.value)
-    assert named in message, message
-    assert "\n" not in message and "\x1b" not in message and len(message) < 1200
 
 
 def command_error(capsys: pytest.CaptureFixture, *argv: object) -> str:

@@ -10,17 +10,9 @@ import sys
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForMaskedLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-    pipeline,
-)
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, pipeline
 
 import luna_mega
 
@@ -29,26 +21,21 @@ LUNA = {**SIZES, "num_attention_heads": 2, "projection_length": 4, "max_position
 MEGA = {**SIZES, "shared_representation_size": 8, "ema_projection_size": 2, "nffn_hidden_size": 16}
 MEGALODON = {**SIZES, "shared_representation_size": 8, "value_size": 16, "ema_projection_size": 2, "chunk_size": 8}
 MEGALODON |= {"num_attention_heads": 2, "norm_num_groups": 4}
-DECODER = {"is_decoder": True}
-KINDS = [
-    ("LunaForMaskedLM", "LunaConfig", LUNA),
-    ("LunaForSequenceClassification", "LunaConfig", LUNA),
-    ("LunaForCausalLM", "LunaConfig", LUNA | DECODER),
-    ("LunaForConditionalGeneration", "LunaSeq2SeqConfig", LUNA),
-    ("MegaForMaskedLM", "MegaConfig", MEGA),
-    ("MegaForSequenceClassification", "MegaConfig", MEGA),
-    ("MegaForCausalLM", "MegaConfig", MEGA | DECODER | {"use_chunking": True, "chunk_size": 8}),
-    ("MegaForConditionalGeneration", "MegaSeq2SeqConfig", MEGA),
-    ("MegalodonForSequenceClassification", "MegalodonConfig", MEGALODON),
-    ("MegalodonForCausalLM", "MegalodonConfig", MEGALODON),
-]
-# Suffix of the class -> Auto class and pipeline task. transformers 5 has no pipeline for encoder-decoders.
-HEADS = {
-    "ForMaskedLM": (AutoModelForMaskedLM, "fill-mask"),
-    "ForSequenceClassification": (AutoModelForSequenceClassification, "text-classification"),
-    "ForCausalLM": (AutoModelForCausalLM, "text-generation"),
-    "ForConditionalGeneration": (AutoModelForSeq2SeqLM, None),
+CHUNKS = {"is_decoder": True, "use_chunking": True, "chunk_size": 8}
+KINDS = {
+    "LunaForMaskedLM": LUNA,
+    "LunaForSequenceClassification": LUNA,
+    "LunaForCausalLM": LUNA | {"is_decoder": True},
+    "LunaForConditionalGeneration": LUNA,
+    "MegaForMaskedLM": MEGA,
+    "MegaForSequenceClassification": MEGA,
+    "MegaForCausalLM": MEGA | CHUNKS,
+    "MegaForConditionalGeneration": MEGA,
+    "MegalodonForSequenceClassification": MEGALODON,
+    "MegalodonForCausalLM": MEGALODON,
 }
+# Suffix of the class -> pipeline task. transformers 5 has no pipeline for encoder-decoders.
+TASKS = {"MaskedLM": "fill-mask", "SequenceClassification": "text-classification", "CausalLM": "text-generation"}
 TEXT = "so good"
 
 
@@ -67,11 +54,6 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(name: str, config: str, fields: dict) -> torch.nn.Module:
-    torch.manual_seed(0)
-    return getattr(luna_mega, name)(getattr(luna_mega, config)(vocab_size=261, **fields)).eval()
-
-
 def run_operator_example(page: Path) -> None:
     """Run the Python block of a page that uses an operator without a model, and so needs no network."""
     blocks = re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -79,10 +61,11 @@ def run_operator_example(page: Path) -> None:
     exec(compile(code, page, "exec"), {})
 
 
-def check_kind(name: str, config: str, fields: dict, tokenizer: PreTrainedTokenizerFast) -> None:
+def check_kind(name: str, fields: dict, tokenizer: PreTrainedTokenizerFast) -> None:
     """Run forward, generate, beam search, Trainer, save, load and pipeline for a class."""
-    model = make_model(name, config, fields)
-    auto_class, task = next(value for suffix, value in HEADS.items() if name.endswith(suffix))
+    torch.manual_seed(0)
+    model_class, head = getattr(luna_mega, name), name.partition("For")[2]
+    model = model_class(model_class.config_class(vocab_size=len(tokenizer), **fields)).eval()
     batch = tokenizer([TEXT, "bad"], return_tensors="pt", padding=True)
     labels = torch.tensor([0, 1]) if "Classification" in name else batch["input_ids"]
     assert model(**batch, labels=labels).loss.isfinite()
@@ -95,24 +78,19 @@ def check_kind(name: str, config: str, fields: dict, tokenizer: PreTrainedTokeni
     trainer = Trainer(model=model, args=arguments, train_dataset=rows, processing_class=tokenizer)
     trainer.train()
     trainer.save_model("saved")
+    auto_class = getattr(transformers, f"AutoModelFor{head.replace('ConditionalGeneration', 'Seq2SeqLM')}")
     loaded = auto_class.from_pretrained("saved").eval()
     with torch.no_grad():
         assert type(loaded) is type(model)
         assert loaded(**batch, labels=labels).logits.equal(model.eval()(**batch, labels=labels).logits)
-    if task is not None:
+    if task := TASKS.get(head):
         text = f"{TEXT}<mask>" if task == "fill-mask" else TEXT
         options = {"max_new_tokens": 4} if task == "text-generation" else {}
         assert pipeline(task, model="saved")(text, **options)
-
-
-def main() -> None:
-    page = Path(sys.argv[1]).resolve()
-    tokenizer = make_tokenizer()
-    run_operator_example(page)
-    for kind in KINDS:
-        check_kind(*kind, tokenizer)
-        print(f"{kind[0]}: forward, {'generate, ' if 'ForC' in kind[0] else ''}training, saving and loading work")
+    print(f"{name}: forward, {'generate, ' * model.can_generate()}training, saving and loading work")
 
 
 if __name__ == "__main__":
-    main()
+    run_operator_example(Path(sys.argv[1]).resolve())
+    for name, fields in KINDS.items():
+        check_kind(name, fields, make_tokenizer())

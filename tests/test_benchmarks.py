@@ -1,14 +1,8 @@
 """The benchmarks: variants that disagree get no figures, results are kept per processor, and a GPU is checked."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-import torch
-
-SMALL = ["--size", "n=9", "hidden_size=64", "num_hidden_layers=1", "--variants", "llama_sdpa", "gpt2_sdpa"]
 
 
 @pytest.fixture(scope="module")
@@ -16,23 +10,13 @@ def runner(import_benchmark):
     return import_benchmark("run")
 
 
-@pytest.mark.parametrize(
-    ("name", "variant", "other", "options", "words"),
-    [
-        ("damped_ema", "original", None, ["--quick"], "variants disagree, so nothing is measured: damped_ema"),
-        ("decoders", "gpt2_sdpa", ("gpt2", {"n_inner": 512}), SMALL, "differ by more than 5 %, so no time is printed"),
-    ],
-)
-def test_variants_that_differ_get_no_figures(
-    name, variant, other, options, words, runner, monkeypatch, tmp_path, capsys
-):
-    """Neither variants with other results, nor models of another size."""
-    case = runner.CASES[name]
-    other = other or (lambda *leaves: 1.001 * case.variants["luna_mega"](*leaves))
-    monkeypatch.setitem(case.variants, variant, other)
-    assert runner.main([name, *options, "--device", "cpu", "--output", str(tmp_path / "found.json")]) == 1
+def test_variants_that_differ_get_no_figures(runner, monkeypatch, tmp_path, capsys):
+    case = runner.CASES["damped_ema"]
+    monkeypatch.setitem(case.variants, "original", lambda *leaves: 1.001 * case.variants["luna_mega"](*leaves))
+    assert runner.main(["damped_ema", "--quick", "--device", "cpu", "--output", str(tmp_path / "found.json")]) == 1
     printed = capsys.readouterr()
-    assert words in printed.err and "| " not in printed.out and not list(tmp_path.iterdir())
+    assert "variants disagree, so nothing is measured: damped_ema" in printed.err
+    assert "| " not in printed.out and not list(tmp_path.iterdir())
 
 
 def test_results_are_added_to_a_file(runner, import_benchmark, tmp_path, capsys):
@@ -40,38 +24,23 @@ def test_results_are_added_to_a_file(runner, import_benchmark, tmp_path, capsys)
     path = tmp_path / "results" / "found.json"
     options = ["--device", "cpu", "--rounds", "1", "--output", str(path)]
     size = ["--size", "b=1", "d=24", "states=2", "directions=1"]
-    variants = ["--variants", "torch", "copy", "original", "luna_mega@nowhere", "absent"]
+    variants = ["--variants", "torch", "copy", "luna_mega@nowhere", "absent"]
     assert runner.main(["damped_ema", *size, "n=50", *variants, *options, "--threads", "1", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[3].startswith("| size | variant | threads | forward (ms) | both (ms) | both (ns per element) |")
-    assert "| b=1 n=50 d=24 directions=1 states=2 | torch | 1 |" in lines[5] and "x) |" in lines[7]
-    assert len({line.count("|") for line in lines[3:13]}) == 1
-    assert runner.main(["damped_ema", *size, "n=50", "--variants", "copy", *options]) == 0
-    assert runner.main(["damped_ema", *size, "n=60", "--variants", "copy", *options]) == 0
-    place = ["damped_ema", "--output", f"{runner.ROOT}benchmarks/results/found.json"]
-    command = runner.about(runner.parse(place), place)["command"]  # without folders of the machine
-    assert command == "python benchmarks/run.py damped_ema --output benchmarks/results/found.json"
+    assert "| b=1 n=50 d=24 directions=1 states=2 | torch | 1 |" in lines[5] and "x) |" in lines[6]
+    for length in ("n=50", "n=60"):
+        assert runner.main(["damped_ema", *size, length, "--variants", "copy", *options]) == 0
     runs, rows = json.loads(path.read_text(encoding="utf-8")), import_benchmark("report").read(path)
-    assert [len(run["rows"]) for run in runs] == [9, 1, 1] and len(rows) == 11
+    assert [len(run["rows"]) for run in runs] == [7, 1, 1] and len(rows) == 9
     for row in rows:
-        assert row["processor"] and row["allocator"] and row["clock"] and row["torch"] == torch.__version__
-        if row["variant"] in ("torch", "copy", "original"):
+        if row["variant"] in ("torch", "copy"):
             assert 0 < row["forward_ms"] and 0 < row["both_ms"] and row["elements"] == 24 * row["size"]["n"]
         else:
             assert "nowhere" in row["error"] or "no variant absent" in row["error"]
 
 
-def test_slow_and_missing_variants_are_left_out(runner, monkeypatch, tmp_path, capsys):
-    """The time at one size predicts that of the next one; a package that is not installed is no failure."""
-    monkeypatch.setitem(sys.modules, "scipy.signal", None)
-    options = ["--size", "b=1", "d=2", "states=1", "real=1", "--lengths", "512", "4096", "--rounds", "1"]
-    options += ["--variants", "luna_mega", "loop", "lfilter", "--time-limit", "0.2", "--device", "cpu"]
-    assert runner.main(["diagonal_ssm", *options, "--output", str(tmp_path / "found.json")]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.count("more than 0.2 s") == 1
-    assert "lfilter is left out: " in printed.err and "lfilter" not in printed.out
-
-
+PASSES = {"decoding": {"forward"}, "trainer": {"both"}}
 TOY = {"hidden_size": 64, "num_hidden_layers": 1}
 TOYS = [
     ("encoders", {"n": 768, **TOY}),
@@ -88,13 +57,10 @@ TOYS = [
 @pytest.mark.parametrize("name, size", TOYS)
 def test_cases(runner, name, size):
     """Every variant runs; a row contains the times and the memory of its passes."""
-    options = runner.parse(["--rounds", "0", "--device", "cpu"])
     case = runner.CASES[name]
-    passes = {"decoding": ["forward"], "trainer": ["both"]}.get(name, ["forward", "both"])
-    for row in runner.measure(case, size, list(case.variants), options, {}):
+    for row in runner.measure(case, size, list(case.variants), runner.parse(["--rounds", "0", "--device", "cpu"]), {}):
         assert "error" not in row and row["elements"] > 0, row
-        assert [f"{name}_ms" for name in passes] == [key for key in row if key.endswith("_ms") and row[key] > 0]
-        assert all(f"{name}_mb" in row for name in passes)
+        assert {key.removesuffix("_ms") for key in row if key.endswith("_ms")} == PASSES.get(name, {"forward", "both"})
 
 
 @pytest.mark.slow
@@ -117,41 +83,32 @@ def test_targets(runner, import_benchmark, tmp_path):
             for variant in options.variants:
                 case.variants[variant.partition("@")[0]]
                 time = 1.0 if variant == target.under else 3.0
-                passes = {"decoding": ["forward"], "trainer": ["both"]}.get(name, ["forward", "both"])
-                rows.append(row | {"variant": variant, "threads": threads})
-                rows[-1] |= {f"{key}_ms": time / threads for key in passes}
+                times = {f"{key}_ms": time / threads for key in PASSES.get(name, ("forward", "both"))}
+                rows.append(row | {"variant": variant, "threads": threads} | times)
     lines = acceptance.lines(rows)[1:]
     assert len(lines) == len(acceptance.TARGETS) == 13
     assert lines[0][2:] == ["1, 1", ">= 50 25", "3, 3", "missed"] and lines[5][2:] == ["2", ">= 1.5", "2", ""]
     assert [line[4] for line in acceptance.lines(rows[1:])].count("not measured") == 1
 
 
-# Jobs that replace `gpu_jobs.py`: an incorrect operator, one that ends the process, and one that never ends.
+# Jobs that replace `gpu_jobs.py`: an operator that ends the process, an incorrect one, and a correct one.
 FAKE_JOBS = """
-import json, os, sys, time
+import json, os, sys
 def row(part, **fields):
     print(json.dumps({"part": part, **fields}), flush=True)
 row("ready")
-for line in sys.stdin:
-    name, *arguments = json.loads(line)
+for name, *arguments in map(json.loads, sys.stdin):
     if name == "list":
         names = ["dead", "wrong", "right"]
-        models = [["model", model] for model in ("luna", "peer", "stuck")]
-        times = [["ops", "all", [[op, op] for op in names]], *models]
+        times = [["ops", "all", [[op, op] for op in names]], ["model", "luna"], ["model", "peer"]]
         row("jobs", checks=[["operator", op] for op in names], times=times)
     elif arguments[0] == "dead":
         os.abort()
     elif name == "operator":
-        result = "ok" if arguments[0] == "right" else "failed: off by 0.31"
-        row(name, name=f"{arguments[0]} masked: outputs", result=result)
-        if arguments[0] == "wrong":
-            break
+        row(name, name=f"{arguments[0]}: outputs", result="ok" if arguments[0] == "right" else "failed: off by 0.31")
     elif name == "ops":
         for _, op in arguments[1]:
             row(name, name=op, size="n=8", **{"pass": "both"}, eager=9.0, host=8.0, graph=5.0)
-    elif arguments[0] == "stuck":
-        row("about", waits=True)
-        time.sleep(600)
     else:
         row(name, name=arguments[0], size="n=8", **{"pass": "both"}, peer="peer", eager=3.0 + (arguments[0] == "luna"))
     row("done")
@@ -159,81 +116,25 @@ for line in sys.stdin:
 
 
 def test_gate_of_a_gpu(import_benchmark, monkeypatch, tmp_path, capsys):
-    gate, limits = import_benchmark("gpu"), []
-
-    class Timer:
-        """Mock timer that stops the jobs once the endless job has started."""
-
-        def __init__(self, seconds, stop):
-            limits.append((seconds, stop))
-
-        start = cancel = lambda self: None
-
-    class Gate(gate.Gate):
-        def add(self, part, **row):
-            super().add(part, **row)
-            if "waits" in row:
-                limits[0][1]()
-
+    """Failed checks and slow kernels are listed, and operators with failed checks are not measured."""
+    gate = import_benchmark("gpu")
     (tmp_path / "gpu_jobs.py").write_text(FAKE_JOBS, encoding="utf-8")
     monkeypatch.setattr(gate, "FOLDER", tmp_path)
     monkeypatch.setenv("PATH", "")  # git is absent
-    monkeypatch.setattr(gate, "Gate", Gate)
-    monkeypatch.setattr(gate.threading, "Timer", Timer)
-    monkeypatch.setattr(gate.os, "cpu_count", lambda: 1)
-    assert gate.main(["--output", str(tmp_path)]) == 1 and limits[0][0] == 240
+    assert gate.main(["--output", str(tmp_path)]) == 1
     result = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))
     assert result["about"]["commit"] == ""
     assert {row["name"] for row in result["rows"] if row["part"] == "ops"} == {"right"}
     printed = capsys.readouterr().out + (tmp_path / "gpu.md").read_text(encoding="utf-8")
     expected = (
         "model: luna n=8 both: 4.000 ms, peer 3.000 ms",
-        "model: stuck: failed: not finished in time",
         "operator: dead: failed: exit status -6: ",
-        "operator: wrong masked: outputs: failed: off by 0.31",
+        "operator: wrong: outputs: failed: off by 0.31",
         "ops: right n=8 both: 9.000 ms in eager mode, 5.000 ms as a CUDA graph",
     )
     for line, start in zip(sorted(result["short"]), expected, strict=True):
         assert line.startswith(start) and printed.count(line) == 2
-    assert "| right | n=8 | both | 9.000 | 8.000 | 5.000 |" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
-
-
-# Prints the number of kernels that each job of `make gpu` compiles for an H100 in a check of outputs and gradients. No
-# kernel runs: the launches are recorded on the CPU.
-KERNELS_OF_JOBS = """
-import json, sys, torch
-available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
-from tests.kernels import gpu
-torch.cuda.is_available, gpu.DEVICE = available, torch.device("cpu")
-import aot, gpu_jobs
-from luna_mega.kernels import _dispatch
-from luna_mega.kernels.common import triton_launch
-_dispatch._unavailable_reason = lambda device: None
-counts = []
-for _, name, check, *options in gpu_jobs.check_jobs(gpu.NAMES):
-    with triton_launch.recording(aot.TARGETS[90]) as launches:
-        if options:
-            gpu.run(name, *reversed(options))
-    counts.append((name, check, *options, len({aot.compile_launch(launch, 90)[0] for launch in launches})))
-print(json.dumps(counts))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.triton
-def test_a_job_of_the_gate_compiles_few_kernels(repo_root):
-    """A process compiles its kernels one after the other, so one job with all kernels would take the entire time."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    folders = [repo_root / "benchmarks", repo_root, repo_root / "tests" / "kernels"]
-    environment = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(map(str, folders))}
-    done = subprocess.run(
-        [sys.executable, "-c", KERNELS_OF_JOBS], env=environment, capture_output=True, encoding="utf-8"
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    counts = json.loads(done.stdout.splitlines()[-1])
-    checked = [job for job in counts if job[1] == "outputs_and_gradients"]
-    assert len(checked) == 4 * 8 * len({name for name, *_ in counts}) and len(checked) > 600
-    assert all(1 <= job[-1] <= 20 for job in checked), [job for job in checked if not 1 <= job[-1] <= 20]
+    assert "| right | n=8 | both | 9.000 | 8.000 | 5.000 |" in printed
 
 
 @pytest.mark.slow
@@ -242,10 +143,8 @@ def test_dry_run_of_the_gate(import_benchmark, tmp_path, capsys):
     assert import_benchmark("gpu").main(["--dry", "--seconds", "600", "--output", str(tmp_path)]) == 0
     assert capsys.readouterr().out.endswith("Fell short:\n  nothing\n")
     rows = json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["rows"]
-    names = {
-        part: {row["name"].split()[0].strip(":") for row in rows if row["part"] == part} for part in ("operator", "ops")
-    }
-    assert names["operator"] == names["ops"] and len(names["ops"]) == 7
+    names = [{row["name"].split()[0].strip(":") for row in rows if row["part"] == x} for x in ("operator", "ops")]
+    assert names[0] == names[1] and len(names[0]) == 7
     times = [row for row in rows if row["part"] in ("ops", "model")]
     assert len({row["name"] for row in times}) == 19  # 7 ops, copies for 4 of them, 8 models
     assert all(row["eager"] > 0 and row["host"] > 0 and row["graph"] > 0 for row in times)

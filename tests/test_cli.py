@@ -1,29 +1,23 @@
 """The command line `luna-mega`: one table of commands, exit statuses and words of their messages; help and startup."""
 
-import importlib
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers.utils import logging
 
 import luna_mega
 import luna_mega_cli
-from luna_mega.convert import ConversionError, convert_checkpoint
+from luna_mega.convert import convert_checkpoint
+from tests.docs.blocks import check_command
 
 COMMANDS = ("convert", "verify", "bundle")
-OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has ...\nmore")
-
-
-def replace(monkeypatch, name, function):
-    """Make the command run another function, also with names of files that do not exist."""
-    monkeypatch.setattr("luna_mega_cli.check_arguments", lambda options: None)
-    monkeypatch.setattr(importlib.import_module(f"luna_mega_cli.{name}"), "run", function)
 
 
 def run(argv, capsys):
@@ -35,28 +29,24 @@ def run(argv, capsys):
 
 
 # A command line, its exit status, and words of its message. MODEL is a model folder, TEXT a file, INSIDE a path below
-# that file, NEW and ABSENT are absent, and ROBERTA is the folder of another model.
+# that file, NEW and ABSENT are absent, ROBERTA is the folder of another model, and LOOP is a link to itself.
 TABLE = [
     ("convert ABSENT --output NEW", 1, "error: ABSENT: no such file or folder"),
     ("convert TEXT --output NEW --dict ABSENT", 1, "error: --dict ABSENT: no such file"),
     ("convert TEXT --output NEW --dict TEXT MODEL", 1, "error: --dict MODEL: is a folder; pass a file"),
-    ("convert TEXT --output NEW --bpe ABSENT", 1, "error: --bpe ABSENT: no such file or folder"),
     ("convert TEXT --output ''", 1, "error: output '': is empty; pass a path"),
     ("convert TEXT --output TEXT", 1, "TEXT: the output is a file; use a folder"),
     ("convert '' --dry-run", 1, "error: checkpoint '': is empty; pass a path"),
     ("convert INSIDE --dry-run", 1, "error: INSIDE: no such file or folder"),
     ("convert MODEL --output NEW", 1, "is a folder; pass the checkpoint file itself"),
     ("verify MODEL MODEL", 1, "error: MODEL: not a file of recorded outputs; write one with the original"),
-    ("verify MODEL NEW", 1, "no such file or folder"),
     ("verify ROBERTA MODEL", 1, "model_type 'roberta' is not supported; expected 'luna', "),
     ("bundle ABSENT", 1, "error: ABSENT: no such folder"),
     ("bundle TEXT", 1, "is a file; use a model folder"),
-    ("bundle ROBERTA", 1, "model_type 'roberta' is not supported; expected 'luna', "),
     ("bundle MODEL --output INSIDE", 1, "INSIDE: TEXT is not a folder; use another name"),
     ("bundle MODEL --output MODEL", 1, "the output folder is not empty"),
+    ("bundle MODEL --output LOOP", 1, "LOOP: the symbolic link is circular; use another name"),
     ("", 2, "COMMAND"),
-    ("transmogrify x", 2, "transmogrify"),
-    ("-q", 2, "COMMAND"),
     ("conver", 2, "invalid choice: 'conver'; did you mean 'convert'? (choose from 'convert', "),
     ("bundlex x", 2, "invalid choice: 'bundlex'; did you mean 'bundle'?"),
     ("bundle", 2, "luna-mega bundle: error: the following arguments are required: FOLDER"),
@@ -64,14 +54,10 @@ TABLE = [
     ("bundle x --len\x1b[31m", 2, r"--len\x1b[31m"),
     ("convert x", 2, "luna-mega convert: error: one of the arguments --output --dry-run is required"),
     ("convert x --output y --dry-run", 2, "--dry-run: not allowed with argument --output"),
-    ("convert x --output y --dtype int8", 2, "invalid choice: 'int8' (choose from 'float32', "),
     ("convert x --output y --dtype bfloat", 2, "--dtype: invalid choice: 'bfloat'; did you mean 'bfloat16'?"),
-    ("convert x --dry-run --layer-norm plusone", 2, "invalid choice: 'plusone'; did you mean 'plus-one'?"),
     ("convert x --output y --dtpye=x", 2, "unrecognized arguments: --dtpye=x; did you mean '--dtype'?"),
     ("verify x y --tolerance nan", 2, "--tolerance: must be at least 0 and less than 1, got nan"),
-    ("verify x y --tolerance 1", 2, "--tolerance: must be at least 0 and less than 1, got 1"),
     ("verify x y --tolerance much", 2, "argument --tolerance: invalid tolerance value: 'much'"),
-    ("verify x y --text x", 2, "luna-mega verify: error: unrecognized arguments: --text x"),
     ("--version", 0, f"luna-mega {luna_mega.__version__}\n"),
     ("--help", 0, "Luna, Mega and Megalodon"),
     *((f"{name} --help", 0, f"usage: luna-mega {name} [-h]") for name in COMMANDS),
@@ -85,10 +71,12 @@ def names(tmp_path):
     config = luna_mega.LunaConfig(**sizes, num_attention_heads=2, projection_length=4)
     luna_mega.LunaForMaskedLM(config).save_pretrained(tmp_path / "model")
     (tmp_path / "notes.txt").write_text("no checkpoint", encoding="utf-8")
+    (tmp_path / "loop").symlink_to("loop")
     (tmp_path / "roberta").mkdir()
     (tmp_path / "roberta" / "config.json").write_text('{"model_type": "roberta"}', encoding="utf-8")
     places = {"MODEL": "model", "TEXT": "notes.txt", "NEW": "new", "ABSENT": "absent", "INSIDE": "notes.txt/inside"}
-    return {name: str(tmp_path / path) for name, path in places.items()} | {"ROBERTA": str(tmp_path / "roberta")}
+    places |= {"ROBERTA": "roberta", "LOOP": "loop"}
+    return {name: str(tmp_path / path) for name, path in places.items()}
 
 
 @pytest.mark.parametrize(("line", "expected", "words"), TABLE, ids=[ascii(row[0]) for row in TABLE])
@@ -107,17 +95,13 @@ def test_help_lists_commands_that_exist(capsys):
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_of_a_command(name, monkeypatch, capsys):
+def test_help_of_a_command(name, capsys):
     """Its examples are commands, and a misspelled option is named although others are missing."""
-    ran = []
-    replace(monkeypatch, name, lambda options: ran.append(options) or 0)
     _, output = run([name, "--help"], capsys)
     examples, usage = output.out.partition("\nexamples:\n")[2].splitlines(), output.out.partition("\n\n")[0]
+    assert len(examples) >= 2 and max(map(len, examples)) <= 120
     for line in examples:
-        program, *argv = shlex.split(line)
-        assert program == "luna-mega" and run(argv, capsys)[0] == 0
-    assert len(ran) == len(examples) >= 2 and max(map(len, examples)) <= 120
-    assert ("(--output DIR | --dry-run)" in usage) == (name == "convert")
+        check_command(*shlex.split(line))
     for option in set(re.findall(r"^  (--[a-z-]+)", output.out, flags=re.MULTILINE)):
         wrong = f"{option[:3]}x{option[3:]}"
         status, output = run([name, wrong], capsys)
@@ -151,16 +135,6 @@ def test_colors_are_only_for_terminals(environment, colored, monkeypatch, capsys
     assert ("\033[31merror:\033[0m" in output.err) == colored
 
 
-def test_progress_bars_require_a_terminal(monkeypatch, capsys):
-    seen = []
-    replace(monkeypatch, "bundle", lambda options: seen.append(logging.is_progress_bar_enabled()) or 0)
-    assert logging.is_progress_bar_enabled()
-    run(["bundle", "x"], capsys)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    run(["bundle", "x"], capsys)
-    assert seen == [False, True] and logging.is_progress_bar_enabled()
-
-
 def test_report_as_json(names, capsys):
     """`--json` prints a JSON report. Reports of other commands are tested with their formats."""
     status, output = run(["bundle", names["MODEL"], "--output", names["NEW"], "--json"], capsys)
@@ -170,48 +144,28 @@ def test_report_as_json(names, capsys):
 
 
 def test_help_imports_no_package(repo_root):
-    """`--help` imports no packages and takes little CPU time (which other processes do not affect)."""
+    """`--help` imports no packages, and only the module of its command."""
     code = f"""
-import contextlib, sys, time
+import contextlib, sys
 from luna_mega_cli import main
 for argv in {[[], *([name] for name in COMMANDS)]!r}:
     with contextlib.suppress(SystemExit):
         main([*argv, "--help"])
     commands = sys.modules.keys() & {{f"luna_mega_cli.{{name}}" for name in {COMMANDS!r}}}
-    assert not argv or argv[0] != "convert" or commands == {{"luna_mega_cli.convert"}}, "imports only its own module"
+    assert not argv or argv[0] != "convert" or commands == {{"luna_mega_cli.convert"}}
 assert not {{"luna_mega", "torch", "transformers"}} & sys.modules.keys()
-assert time.process_time() < 0.3, time.process_time()
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=repo_root, capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("usage: luna-mega") == 1 + len(COMMANDS)
 
 
-def test_command_receives_its_options_and_returns_its_status(monkeypatch):
-    received = []
-    replace(monkeypatch, "convert", lambda options: received.append(vars(options)) or 1)
-    argv = ["convert", "--head", "mnli", "model.pt", "--output", "x", "--dict", "a", "b", "--dict", "c"]
-    assert luna_mega_cli.main(argv) == 1
-    expected = {"checkpoint": "model.pt", "head": "mnli", "output": "x", "dict": ["a", "b", "c"], "dtype": None}
-    assert expected.items() <= received[0].items()
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (ConversionError("x.pt: not so\n  but so"), "error: x.pt: not so but so\n"),
-        (FileNotFoundError(2, "No such file", "x"), "error: x: No such file\n"),
-        (OOM, "error: out of memory (CUDA out of memory); use shorter inputs, or set CUDA_VISIBLE_DEVICES="),
-    ],
-)
-def test_an_error_of_a_command_is_one_line(error, words, monkeypatch, capsys):
-    def fail(options):
-        raise error
-
-    replace(monkeypatch, "verify", fail)
-    status, output = run(["verify", "a", "b"], capsys)
-    assert status == 1 and output.out == "" and output.err.startswith(f"luna-mega verify: {words}")
-    assert output.err.count("\n") == 1
+def test_out_of_memory_is_one_line(names, monkeypatch, capsys):
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has ...\nmore")
+    monkeypatch.setattr(shutil, "copyfile", Mock(side_effect=error))
+    status, output = run(["bundle", names["MODEL"], "--output", names["NEW"]], capsys)
+    words = "error: out of memory (CUDA out of memory); use shorter inputs, or set CUDA_VISIBLE_DEVICES= to run on"
+    assert status == 1 and output.err.startswith(f"luna-mega bundle: {words}") and output.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("option", ["layer_norm", "ema_convention", "dtype"])

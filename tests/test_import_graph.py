@@ -37,7 +37,9 @@ LAYERS = {
 }
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
 OPTIONAL = {"triton", "argcomplete", "matplotlib", "timm", "pytorch_optimizer"}
-NEVER_IMPORTED = {"examples", "benchmarks", "tests"}
+# Other packages import operators and helpers from these modules.
+DOORS = ("luna_mega.kernels.api.", "luna_mega.kernels.support.")
+FORMATS = "luna_mega.convert.formats."
 
 
 class Import(NamedTuple):
@@ -68,16 +70,15 @@ def imports(module: str, source: str) -> Iterator[Import]:
             yield from (Import(name, True) for name in names)
 
 
-def installed_files() -> dict[str, Path]:
-    """Return the file of every installed module."""
-    setup, found = configparser.ConfigParser(), {}
+def installed_files() -> Iterator[tuple[str, Path]]:
+    """Yield the name and the file of every installed module."""
+    setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     for row in setup["options"]["package_dir"].strip().split("\n"):
         package, folder = row.split(" = ")
         for file in sorted((ROOT / folder).rglob("*.py")):
             parts = file.relative_to(ROOT / folder).with_suffix("").parts
-            found[".".join((package, *parts)).removesuffix(".__init__")] = file
-    return found
+            yield ".".join((package, *parts)).removesuffix(".__init__"), file
 
 
 def layer_of(name: str) -> str | None:
@@ -85,72 +86,43 @@ def layer_of(name: str) -> str | None:
     return max(layers, key=len, default=None)
 
 
-FILES = installed_files()
-FOUND = {module: set(imports(module, file.read_text(encoding="utf-8"))) for module, file in FILES.items()}
-
-
-def is_allowed(module: str, name: str) -> bool:
-    own, layer, order = layer_of(module), layer_of(name), list(LAYERS)
+def faults(module: str, found: Import) -> Iterator[str]:
+    """Yield the rules that an import of a module violates."""
+    name, own, layer, order = found.name, layer_of(module), layer_of(found.name), list(LAYERS)
+    top = name.split(".")[0]
     if layer is None:
-        return name.split(".")[0] in LAYERS[own] | sys.stdlib_module_names
-    return order.index(layer) <= order.index(own) and (layer == own or not {layer, own} <= APART)
+        if top not in LAYERS[own] | sys.stdlib_module_names:
+            yield "a package that the layer does not use"
+    elif order.index(layer) > order.index(own) or layer != own and {layer, own} <= APART:
+        yield "a higher layer"
+    if own == "luna_mega_cli":  # `luna-mega --help` does not import torch
+        if not found.in_function and top not in sys.stdlib_module_names | {"luna_mega_cli"}:
+            yield "at module level"
+    elif found.in_function and top not in OPTIONAL and "triton" not in name:
+        yield "in a function"
+    if layer == "luna_mega.kernels":
+        # They also work as a package of their own, and in the folders of models.
+        if not (found.relative if own == layer else f"{name}.".startswith(DOORS)):
+            yield "not through the doors of the kernels"
+    if name.startswith(FORMATS) and not module.startswith(FORMATS):
+        if not re.match(r"[A-Z]|(format|registry|register_format|registered_formats)\b", name.removeprefix(FORMATS)):
+            yield "a format, which only the registry imports"
 
 
-def test_modules_import_only_from_lower_layers():
-    wrong = {(module, found.name) for module in FILES for found in FOUND[module] if not is_allowed(module, found.name)}
-    assert wrong == set()
-    assert not is_allowed("luna_mega.hub.x", "luna_mega_cli.main") and not is_allowed("luna_mega.hub.x", "numpy")
+FOUND = {module: set(imports(module, file.read_text("utf-8"))) for module, file in installed_files()}
+
+
+def test_rules():
+    wrong = [(module, found.name, *faults(module, found)) for module in FOUND for found in FOUND[module]]
+    assert [row for row in wrong if row[2:]] == []
+    assert list(faults("luna_mega.hub.x", Import("luna_mega_cli.main")))
+    assert list(faults("luna_mega.hub.x", Import("numpy"))) and len(FOUND) > 100
 
 
 def test_no_import_cycles():
     graph = {
-        module: {found.name if found.name in FILES else found.name.rpartition(".")[0] for found in FOUND[module]}
-        for module in FILES
+        module: {found.name if found.name in FOUND else found.name.rpartition(".")[0] for found in FOUND[module]}
+        for module in FOUND
     }
-    graphlib.TopologicalSorter({module: names & FILES.keys() for module, names in graph.items()}).prepare()
+    graphlib.TopologicalSorter({module: names & FOUND.keys() for module, names in graph.items()}).prepare()
     assert "luna_mega.convert.importer" in graph["luna_mega_cli.convert"]
-
-
-def test_only_the_command_line_imports_in_functions():
-    """`luna-mega --help` does not import torch; elsewhere, only optional packages are imported in functions."""
-    for module in FILES:
-        for found in FOUND[module]:
-            top, ours = found.name.split(".")[0], layer_of(module) == "luna_mega_cli"
-            if ours:
-                assert found.in_function or top in sys.stdlib_module_names | {"luna_mega_cli"}, (module, found)
-            else:
-                assert not found.in_function or top in OPTIONAL or "triton" in found.name, (module, found)
-
-
-def test_kernels_are_imported_through_their_doors():
-    """Other packages import operators from `kernels.api` and helpers from `kernels.support`.
-
-    The kernels import each other with relative imports: they also work as a package of their own, and in the folders of
-    models.
-    """
-    doors = ("luna_mega.kernels.api.", "luna_mega.kernels.support.")
-    for module in FILES:
-        for found in FOUND[module]:
-            if layer_of(found.name) == "luna_mega.kernels":
-                ours = layer_of(module) == "luna_mega.kernels"
-                assert found.relative if ours else f"{found.name}.".startswith(doors), (module, found)
-
-
-def test_only_the_registry_imports_formats_by_name():
-    formats = "luna_mega.convert.formats."
-    for module in FILES:
-        if not module.startswith(formats):
-            homes = {found.name.removeprefix(formats) for found in FOUND[module] if found.name.startswith(formats)}
-            assert all(
-                re.match(r"[A-Z]|(format|registry|register_format|registered_formats)\b", home) for home in homes
-            )
-
-
-def test_nothing_imports_tests_or_scripts():
-    """Scripts import only from their own folder, except `make gpu`, which imports its checks from the tests."""
-    found = {(file, found.name.split(".")[0]) for file, names in FOUND.items() for found in names}
-    for folder in NEVER_IMPORTED - {"tests"}:
-        for file in (ROOT / folder).rglob("*.py"):
-            names = {found.name.split(".")[0] for found in imports("", file.read_text(encoding="utf-8"))}
-            found |= {(file, name) for name in names - {folder}}
-    assert {row for row in found if row[1] in NEVER_IMPORTED} == {(ROOT / "benchmarks" / "gpu_jobs.py", "tests")}

@@ -1,29 +1,31 @@
-"""The code blocks of the pages.
+"""The code blocks of the pages, and whether the programs, options and files of their commands exist.
 
-A block that cannot be tested has a comment before it, `<!-- not run: the reason -->`. Python blocks of a page share one
-session. A shell block is run by bash with stubs that record the command lines of the programs.
+A block that cannot be tested has a comment before it, `<!-- not run: the reason -->`.
 """
 
+import argparse
+import configparser
+import importlib
 import re
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
+
+import luna_mega_cli
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))
 PAGES = ["README.md", "examples/README.md", "examples/lra/README.md", *DOCS]
-LANGUAGES = {"text", "python", "bash", "bibtex"}
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+?) -->\n+)?(?P<fence> *```)(?P<language>\w*)\n(?P<code>.*?)^(?P=fence)$",
     re.MULTILINE | re.DOTALL,
 )
-
-# Programs that stubs replace. The stubs emulate `python -m zipfile` and the directory of `git clone`.
-PROGRAMS = ["accelerate", "curl", "git", "hf", "luna-mega", "make", "pip", "python", "torchrun"]
-STUB = """#!/bin/bash
-printf '%s\\0' "${0##*/}" "$@" >> "$RECORD"; printf '\\n' >> "$RECORD"
-case "${0##*/} $1 $2" in "python -m zipfile") exec "$PYTHON" "$@";; "git clone "*) mkdir -p "${2##*/}";; esac
-"""
+# The programs that blocks call. In a block, each is a function that prints its name and its arguments.
+PROGRAMS = ["accelerate", "curl", "hf", "luna-mega", "make", "pip", "python", "torchrun"]
+FUNCTIONS = "".join(f"{name}() {{ printf '%s\\0' {name} \"$@\"; echo; }}\n" for name in PROGRAMS)
 
 
 @dataclass(frozen=True)
@@ -36,33 +38,16 @@ class Block:
     code: str
     reason: str | None
 
-    def __str__(self) -> str:
-        return f"{self.page}:{self.line}"
-
     def run(self, session: dict) -> None:
         """Execute a Python block; tracebacks have the line numbers of the page."""
         exec(compile("\n" * (self.line - 1) + self.code, ROOT / self.page, "exec"), session)
 
-
-def commands(blocks: list[Block], folder: Path, python: str) -> list[list[str]]:
-    """Run each shell block in `folder`; return the programs that it calls with their arguments.
-
-    A block that calls no program raises an error.
-    """
-    stubs, record = folder / ".stubs", folder / ".record"
-    if not stubs.exists():
-        stubs.mkdir()
-        for name in PROGRAMS:
-            stubs.joinpath(name).write_text(STUB, encoding="utf-8")
-            stubs.joinpath(name).chmod(0o755)
-    environment = {"PATH": f"{stubs}:/usr/bin:/bin", "RECORD": str(record), "PYTHON": python}
-    code = "".join(f": > .record\n(\n{block.code}\n)\ntest -s .record; cat .record >> .all\n" for block in blocks)
-    code = f": > .all\n{code}"
-    done = subprocess.run(
-        ["bash", "-e"], cwd=folder, input=code, env=environment, capture_output=True, encoding="utf-8"
-    )
-    assert done.returncode == 0, f"{blocks[0].page}: {done.stderr or 'a block calls no program'}"
-    return [call.split("\0")[:-1] for call in (folder / ".all").read_text(encoding="utf-8").split("\n")[:-1]]
+    def commands(self) -> list[list[str]]:
+        """Run a shell block; return the programs that it calls with their arguments."""
+        command = ["bash", "-e", "-c", FUNCTIONS + self.code]
+        done = subprocess.run(command, env={"PATH": ""}, executable="/bin/bash", capture_output=True, encoding="utf-8")
+        assert done.returncode == 0 and done.stdout, f"{self.page}:{self.line}: {done.stderr or 'calls no program'}"
+        return [line.split("\0")[:-1] for line in done.stdout.splitlines()]
 
 
 def read(page: str) -> list[Block]:
@@ -72,3 +57,59 @@ def read(page: str) -> list[Block]:
         Block(page, text.count("\n", 0, found.start("code")) + 1, found["language"], found["code"], found["reason"])
         for found in BLOCK.finditer(text)
     ]
+
+
+class Understood(Exception):
+    """Raised when a program has parsed its arguments."""
+
+
+def check_options(main: Callable[[list[str]], object], words: list[str]) -> None:
+    """Check that a program parses its command line; it does not run."""
+    parse = argparse.ArgumentParser.parse_known_args
+
+    def parse_and_leave(self, *arguments, **options):
+        found, unknown = parse(self, *arguments, **options)
+        if not self.add_help:  # this parser reads one option before the others are parsed
+            return found, unknown
+        assert not unknown, f"unknown: {unknown}"
+        raise Understood
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Understood):
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", parse_and_leave)
+        main(words)
+
+
+def check_script(script: str, words: list[str]) -> None:
+    """Import a script as the interpreter does when it runs it; skip the test without a package that it requires."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend((ROOT / script).parent)
+        try:
+            main = importlib.import_module(Path(script).stem).main
+        except (SystemExit, ModuleNotFoundError) as error:
+            assert "is not installed" in str(error) or "No module named" in str(error) and "luna" not in str(error)
+            pytest.skip(str(error))
+    check_options(main, words)
+
+
+def check_command(program: str, *words: str) -> None:
+    """Check that the options and the files of a command exist."""
+    if program in ("torchrun", "accelerate"):
+        at = next(index for index, word in enumerate(words) if word.endswith(".py"))
+        assert all((ROOT / word).is_file() for word in words[:at] if word.endswith(".yaml")), words
+        program, words = "python", words[at:]
+    if program == "luna-mega":
+        check_options(luna_mega_cli.main, list(words))
+    elif program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+        assert {word for word in words if "=" not in word} <= set(targets), words
+    elif program == "pip":
+        setup = configparser.ConfigParser()
+        setup.read(ROOT / "setup.cfg")
+        extras = set(",".join(re.findall(r"\[(.*?)\]", " ".join(words))).split(",")) - {""}
+        assert words[0] == "install" and extras <= set(setup["options.extras_require"]), words
+    elif program == "python" and words[0].startswith(("examples/", "benchmarks/")):
+        check_script(words[0], list(words[1:]))
+    elif program == "python":
+        assert words[0] == "train.py" or (ROOT / words[0]).is_file(), words
+    else:
+        assert program in PROGRAMS and words, program

@@ -1,15 +1,19 @@
-"""Links and drawings of the pages."""
+"""Links and drawings of the pages, the API reference, and the page of the command line."""
 
+import ast
+import dataclasses
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
-import tomllib
 
 import pytest
 import yaml
 from markdown_it import MarkdownIt
 
+import luna_mega_cli
+from luna_mega import LunaConfig, MegaConfig, MegalodonConfig
 from tests.docs.blocks import PAGES, ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -55,43 +59,65 @@ def test_links_of_a_release_are_absolute(tmp_path):
     assert links((tmp_path / "README.md").read_text(encoding="utf-8")) == expected
 
 
-def test_every_page_is_in_the_navigation():
-    with (ROOT / "docs" / "site" / "zensical.toml").open("rb") as file:
-        listed = set(pages(tomllib.load(file)["project"]["nav"]))
-    documents = {page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md")}
-    assert documents | {"docs/cli.md"} <= listed  # the page of the command line is written when the site is built
-
-
-def pages(entry: object) -> list[str]:
-    """Return the pages in an entry of the navigation."""
-    if isinstance(entry, str):
-        return [entry]
-    entries = entry.values() if isinstance(entry, dict) else entry
-    return [page for below in entries for page in pages(below)]
-
-
 FIGURES = ROOT / "docs" / "figures"
-NUMBER = re.compile(r"-?\d*\.\d+")
-spec = importlib.util.spec_from_file_location("drawings", ROOT / "docs" / "site" / "drawings.py")
-drawings = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(drawings)
-DRAWN = drawings.draw()
+NUMBER, WEIGHT = re.compile(r"-?\d*\.\d+"), re.compile(r">(-?\d?\.\d\d)<")
 
 
-def weights(svg: str) -> list[str]:
-    """Return the numbers that a drawing shows."""
-    return re.findall(r">(-?\d?\.\d\d)<", svg)
+def load(name: str):
+    """Import a script of docs/site, which is not a package."""
+    spec = importlib.util.spec_from_file_location(f"site_{name}", ROOT / "docs" / "site" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_drawings_are_on_the_page():
-    page = (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
-    assert {file.stem for file in FIGURES.iterdir()} == set(DRAWN) == set(re.findall(r"\(figures/(\w+)\.svg\)", page))
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_drawings_are_results_of_the_operators(name):
+def test_drawings_are_results_of_the_operators():
     """`python docs/site/drawings.py` writes them; the last digit may differ on other processors."""
-    stored = (FIGURES / f"{name}.svg").read_text(encoding="utf-8")
-    assert NUMBER.sub("", stored) == NUMBER.sub("", DRAWN[name])
-    pairs = zip(weights(stored), weights(DRAWN[name]), strict=True)
-    assert all(abs(float(one) - float(other)) < 0.011 for one, other in pairs)
+    drawn, page = load("drawings").draw(), (ROOT / "docs" / "how_it_works.md").read_text(encoding="utf-8")
+    stored = {file.stem: file.read_text(encoding="utf-8") for file in FIGURES.iterdir()}
+    assert stored.keys() == drawn.keys() == set(re.findall(r"\(figures/(\w+)\.svg\)", page))
+    for name, svg in drawn.items():
+        assert NUMBER.sub("", stored[name]) == NUMBER.sub("", svg)
+        found, expected = (list(map(float, WEIGHT.findall(text))) for text in (stored[name], svg))
+        assert found == pytest.approx(expected, abs=0.011)
+
+
+@pytest.mark.parametrize("config", [LunaConfig, MegaConfig, MegalodonConfig])
+def test_reference_has_every_field(config):
+    """The API reference has the default of every field of a configuration."""
+    family = config.__name__.removesuffix("Config").lower()
+    file = ROOT / f"modeling_{family}" / f"configuration_{family}.py"
+    source = ast.parse(load("docstrings").complete_docstrings(file.read_text(encoding="utf-8")))
+    (text,) = (ast.get_docstring(node) for node in source.body if getattr(node, "name", "") == config.__name__)
+    described = re.findall(r"^    ((?:\w+, )*\w+) \((.*), defaults to (.*?)\): ", text, re.MULTILINE)
+    defaults = {name: values for names, _, values in described for name in names.split(", ")}
+    for field in dataclasses.fields(config):
+        if field.name in inspect.get_annotations(config):
+            assert repr(field.default) in defaults[field.name], field.name
+
+
+def test_reference_has_every_argument_of_a_head():
+    """The API reference describes the arguments of every `forward` with labels."""
+    checked = 0
+    for file in ROOT.glob("modeling_*/*.py"):
+        source = load("docstrings").complete_docstrings(file.read_text(encoding="utf-8"))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef) and node.name == "forward" and (text := ast.get_docstring(node)):
+                arguments = {argument.arg for argument in [*node.args.args[1:], *node.args.kwonlyargs]}
+                if arguments & {"labels", "start_positions"}:
+                    checked += 1
+                    assert arguments <= set(re.findall(r"^    (\w+): \S", text, re.MULTILINE)), file
+    assert checked > 10
+
+
+def test_page_of_the_command_line(capsys):
+    """Every command has a section with the options of its help, its examples and a guide that exists."""
+    sections = dict(re.findall(r"^## luna-mega (\w+)\n(.*?)(?=^## |\Z)", load("commands").make_page(), re.M | re.S))
+    assert list(sections) == list(luna_mega_cli.COMMANDS)
+    for name, section in sections.items():
+        with pytest.raises(SystemExit):
+            luna_mega_cli.main([name, "--help"])
+        shown = set(re.findall(r"(?<![\w-])--[a-z-]+", capsys.readouterr().out.partition("examples:")[0])) - {"--help"}
+        assert shown == set(re.findall(r"^\| `(--[a-z-]+)", section, re.MULTILINE)) != set()
+        assert re.search(rf"```bash\n(luna-mega {name} .*\n)+```", section)
+        assert (ROOT / "docs" / re.search(r"\[\w+\]\((.*?\.md)", section)[1]).is_file()

@@ -18,17 +18,20 @@ from unittest import mock
 import torch
 import transformers
 from huggingface_hub import HfApi
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tests.distributed.ranks import PATIENCE
-from tests.hub.loopback import TOKEN
 
 
 class Client:
-    """A Python process with its own Hub cache and token; `luna_mega` is importable if `package` is True."""
+    """A Python process with its own Hub cache and token; `luna_mega` is importable if `package` is True.
 
-    def __init__(self, url: str, home: Path, package: bool = True):
+    Packages in the folder `before` take precedence over the installed ones.
+    """
+
+    def __init__(self, url: str, home: Path, package: bool = True, before: Path | None = None):
+        self.path = [str(before)] if before else []
         self.settings = {
             "HF_ENDPOINT": url,
             "HF_HOME": str(home),
@@ -36,7 +39,7 @@ class Client:
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_OFFLINE": "0",
-            "HF_TOKEN": TOKEN,
+            "HF_TOKEN": "hf_loopback",
             "NO_PROXY": "127.0.0.1",
         }
         context = multiprocessing.get_context("spawn")
@@ -57,7 +60,7 @@ class Client:
     def attempt(self, function: Callable, *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
         """Run `function` in the process; return (result, None), or (None, "Type: message") if it raises."""
         # the first call starts the process, which inherits these settings
-        with mock.patch.dict(os.environ, self.settings):
+        with mock.patch.dict(os.environ, self.settings), mock.patch.object(sys, "path", [*self.path, *sys.path]):
             return self.pool.submit(_attempt, function, args, kwargs).result(timeout=PATIENCE)
 
 
@@ -79,26 +82,16 @@ def _attempt(function, args, kwargs):
 
 
 def push(folder: Path, repository: str, auto_class: str) -> None:
-    """Push model and tokenizer, in two commits."""
+    """Push model and tokenizer, in two commits, to a repository that has the card of the folder."""
+    HfApi().create_repo(repository)
+    # ModelCard.push_to_hub of huggingface_hub 1.x validates at huggingface.co, regardless of HF_ENDPOINT.
+    HfApi().upload_file(path_or_fileobj=folder / "README.md", path_in_repo="README.md", repo_id=repository)
     getattr(transformers, auto_class).from_pretrained(folder).push_to_hub(repository)
     AutoTokenizer.from_pretrained(folder).push_to_hub(repository)
 
 
-def push_model(folder: Path, repository: str, **options: Any) -> None:
-    AutoModelForSequenceClassification.from_pretrained(folder).push_to_hub(repository, **options)
-
-
-def create(repository: str) -> None:
-    HfApi().create_repo(repository)
-
-
-def push_card(content: str, repository: str) -> None:
-    # ModelCard.push_to_hub of huggingface_hub 1.x validates at huggingface.co, regardless of HF_ENDPOINT.
-    HfApi().upload_file(path_or_fileobj=content.encode(), path_in_repo="README.md", repo_id=repository)
-
-
-def push_folder(folder: Path, repository: str) -> None:
-    HfApi().create_repo(repository, exist_ok=True)
+def upload(folder: Path, repository: str) -> None:
+    """Do what `hf upload` does with a folder."""
     HfApi().upload_folder(repo_id=repository, folder_path=folder)
 
 
@@ -110,13 +103,15 @@ def lists(inputs: dict[str, torch.Tensor]) -> dict[str, list]:
     return {name: value.tolist() for name, value in inputs.items()}
 
 
-def outputs(source: str | Path, auto_class: str, inputs: dict[str, list], **options: Any) -> dict[str, Any]:
-    """Return the name of the model class, its module, and all tensors of the model's output.
-
-    `auto_class` is an Auto class, or the file and the name of a class of the folder.
-    """
+def load(source: str | Path, auto_class: str, **options: Any) -> torch.nn.Module:
+    """Load a model by an Auto class, or by the file and the name of a class of the folder."""
     kind = getattr(transformers, auto_class, None) or get_class_from_dynamic_module(auto_class, source)
-    model = kind.from_pretrained(source, **options).eval()
+    return kind.from_pretrained(source, **options).eval()
+
+
+def outputs(source: str | Path, auto_class: str, inputs: dict[str, list], **options: Any) -> dict[str, Any]:
+    """Return the name of the model class, its module, and all tensors of the model's output."""
+    model = load(source, auto_class, **options)
     with torch.no_grad():
         output = model(**{name: torch.tensor(value) for name, value in inputs.items()})
     tensors = {name: value.tolist() for name, value in output.items() if isinstance(value, torch.Tensor)}
@@ -139,81 +134,45 @@ def check_outputs(
         torch.testing.assert_close(torch.tensor(result[name], dtype=value.dtype), value)
 
 
-def generate(source: str | Path, inputs: dict[str, list], settings: dict[str, Any], **options: Any) -> list[list[int]]:
-    """Return the prompt and the tokens that a language model generates."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, **options).eval()
-    return model.generate(**{name: torch.tensor(value) for name, value in inputs.items()}, **settings).tolist()
+def generate(source: str | Path, auto_class: str, inputs: dict[str, list], settings: dict, **options: Any) -> list:
+    """Return the prompt and the tokens that a model generates."""
+    inputs = {name: torch.tensor(value) for name, value in inputs.items()}
+    return load(source, auto_class, **options).generate(**inputs, **settings).tolist()
 
 
-def train(folder: Path, output: Path, publishes: bool = True, **options: Any) -> None:
-    """Train for four steps with a checkpoint in the middle, as the scripts in examples/ do.
+def train(folder: Path, output: Path, repository: str, script: bool = True, always: bool = False) -> None:
+    """Train for four steps with a checkpoint in the middle, and push as the scripts in examples/ or as `Trainer` does.
 
-    If `publishes` is False, a plain `Trainer` pushes each checkpoint, but not the final model.
+    If `always` is True, push each checkpoint, and not the final model.
     """
     from transformers import Trainer, TrainingArguments  # slow imports, which the other process does not need
 
     from luna_mega.training.publishing import check_hub, complete_card, publish
 
     data = [{"input_ids": [0, 5 + index, 2], "labels": index % 2} for index in range(8)]
-    arguments = TrainingArguments(
-        output_dir=str(output),
-        do_train=True,
-        max_steps=4,
-        save_steps=2,
-        per_device_train_batch_size=4,
-        push_to_hub=True,
-        report_to="none",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        **options,
-    )
-    check_hub(arguments)
-    trainer = Trainer(
-        model=AutoModelForSequenceClassification.from_pretrained(folder),
-        args=arguments,
-        train_dataset=data,
-        eval_dataset=data,
-        processing_class=AutoTokenizer.from_pretrained(folder),
-    )
+    options = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True}
+    options |= {"push_to_hub": True, "hub_model_id": repository, "hub_always_push": always, "disable_tqdm": True}
+    options["hub_strategy"] = "every_save" if always else "end"
+    check_hub(arguments := TrainingArguments(str(output), **options))
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    trainer = Trainer(model, arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer)
     trainer.train()
-    if not publishes:
+    if always:
         return trainer._finish_current_push()
+    if not script:
+        return trainer.push_to_hub()
     trainer.evaluate()
     source = {"dataset": "nyu-mll/glue", "dataset_tags": "nyu-mll/glue", "dataset_args": "sst2"}
     complete_card(trainer, str(folder), "other:my-license", source)
     publish(trainer)
 
 
-def train_without_token(*args: Any) -> None:
-    token = os.environ.pop("HF_TOKEN")
-    try:
-        train(*args)
-    finally:
-        os.environ["HF_TOKEN"] = token
-
-
 def save_again(source: Path, auto_class: str, output: Path, new: Path) -> None:
     """Save a model that is loaded with its code, and the configuration of a new one of its class."""
-    model = getattr(transformers, auto_class).from_pretrained(source, trust_remote_code=True)
+    model = load(source, auto_class, trust_remote_code=True)
     model.save_pretrained(output)
     type(model.config)().save_pretrained(new)
-
-
-def push_by_trainer(source: Path, auto_class: str, output: Path, repository: str) -> None:
-    """Push a model and its tokenizer with `Trainer.push_to_hub`."""
-    from transformers import Trainer, TrainingArguments
-
-    model, tokenizer = getattr(transformers, auto_class).from_pretrained(source), AutoTokenizer.from_pretrained(source)
-    arguments = TrainingArguments(output_dir=str(output), hub_model_id=repository, report_to="none", use_cpu=True)
-    Trainer(model, arguments, processing_class=tokenizer).push_to_hub()
-
-
-def push_config(source: Path, output: Path, repository: str) -> None:
-    AutoConfig.from_pretrained(source).save_pretrained(output, push_to_hub=True, repo_id=repository)
-
-
-def model_type_of(source: str, **options: Any) -> str:
-    return AutoConfig.from_pretrained(source, **options).model_type
 
 
 def run_code(code: str) -> str:
@@ -223,48 +182,38 @@ def run_code(code: str) -> str:
     return type(scope["model"]).__module__
 
 
-def gradients_with_other_bundles(folders: list[Path], inputs: dict[str, list]) -> list[tuple[str, bool]]:
-    """Compile the masked LM of the first bundle, then load the other bundles, and the first one with the package.
+def gradients_of_several(folders: list[Path], inputs: dict[str, list]) -> list[tuple[str, float]]:
+    """Load a masked LM with the code of each folder and with the package; return their modules and gradients' norms.
 
-    Returns:
-        For each model, and again for the compiled one: the module of its class, and whether its gradients equal
-        those of the first model before the others were loaded.
+    The first model is compiled before the others are loaded, and is at the start and at the end of the result.
     """
     import luna_mega
 
-    def gradients(model, run):
+    def norm(model, run):
         model.zero_grad()
         run(**{name: torch.tensor(value) for name, value in inputs.items()}).logits.sum().backward()
-        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [x.grad for x in model.parameters() if x.grad is not None]
+        return type(model).__module__, float(torch.nn.utils.get_total_norm(gradients))
 
-    def load(folder):
-        return (
-            get_class_from_dynamic_module("luna_mega_code/auto_luna.LunaForMaskedLM", folder)
-            .from_pretrained(folder)
-            .eval()
-        )
-
-    first = load(folders[0])
-    compiled = torch.compile(first, backend="eager", fullgraph=True)
-    wanted = gradients(first, compiled)
-    models = [first, *map(load, folders[1:]), luna_mega.LunaForMaskedLM.from_pretrained(folders[0]).eval()]
-    found = [(model, gradients(model, run)) for model, run in [*zip(models, models, strict=True), (first, compiled)]]
-    return [(type(model).__module__, all(map(torch.allclose, got, wanted))) for model, got in found]
+    code = [load(folder, "luna_mega_code/auto_luna.LunaForMaskedLM") for folder in folders[:1]]
+    compiled = torch.compile(code[0], backend="eager", fullgraph=True)
+    found = [norm(code[0], compiled)]
+    others = [load(folder, "luna_mega_code/auto_luna.LunaForMaskedLM") for folder in folders[1:]]
+    others.append(luna_mega.LunaForMaskedLM.from_pretrained(folders[0]).eval())
+    return [*found, *((norm(model, model)) for model in others), norm(code[0], compiled)]
 
 
-def load_with_versions(source: Path, auto_class: str, versions: dict[str, str], removes: bool) -> str:
+def load_with_versions(source: Path, auto_class: str, versions: dict[str, str], removed: list[str]) -> str:
     """Load a folder as if other versions were installed; return the name of the class, or "Type: message".
 
-    With `removes`, transformers has none of the names that its versions differ in.
+    The names in `removed` are then absent in transformers.
     """
     module = importlib.import_module("transformers.utils.output_capturing")
-    names = ("OutputRecorder", "capture_outputs", "selected_hidden_states") if removes else ()
     real = importlib.metadata.version
     with mock.patch.object(importlib.metadata, "version", lambda name: versions.get(name) or real(name)):
-        kept = {name: vars(module).pop(name) for name in names}
+        kept = {name: vars(module).pop(name) for name in removed}
         try:
-            model = getattr(transformers, auto_class).from_pretrained(source, trust_remote_code=True)
-            return type(model).__name__
+            return type(load(source, auto_class, trust_remote_code=True)).__name__
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         finally:

@@ -2,7 +2,7 @@ import pytest
 from transformers import RobertaTokenizer
 
 from tests.hub.client import Client
-from tests.hub.loopback import LoopbackHub
+from tests.hub.server import LoopbackHub
 from tests.quick import compiled_templates as compiled_templates, with_code as with_code, without_code as without_code
 
 
@@ -10,16 +10,14 @@ from tests.quick import compiled_templates as compiled_templates, with_code as w
 def server():
     server = LoopbackHub()
     yield server
-    server.stop()
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.fixture
 def hub(server):
     """Return the loopback Hub without content or faults."""
-    server.repositories.clear()
-    server.objects.clear()
-    server.requests.clear()
-    server.faults.clear()
+    server.clear()
     return server
 
 

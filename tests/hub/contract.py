@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import transformers
+from huggingface_hub import ModelCard
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_imports, get_relative_import_files
@@ -23,19 +24,15 @@ from luna_mega._code import GENERATED, model_code
 from luna_mega._register import CONFIGS, auto_classes
 from luna_mega.modeling_common.configuration import CODE_FOLDER
 from tests.convert.folders import edit
-from tests.damage import NOT_OBJECTS, cut
 from tests.hub import client as on_client
 from tests.hub.client import Client, check_outputs, lists
-from tests.hub.loopback import metadata_errors
+from tests.hub.server import metadata_errors
 from tests.modeling.samples import make_inputs
+from tests.quickstart import LUNA, MEGA, MEGALODON
 
 REMOTE = {"trust_remote_code": True}
-SMALL = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 16}
-LUNA = SMALL | {"num_attention_heads": 2, "projection_length": 4, "max_position_embeddings": 32}
-MEGA = SMALL | {"shared_representation_size": 8, "ema_projection_size": 2, "nffn_hidden_size": 16}
-MEGALODON = SMALL | {"shared_representation_size": 8, "value_size": 16, "ema_projection_size": 2, "chunk_size": 8}
-MEGALODON |= {"num_attention_heads": 2, "norm_num_groups": 4}
-FIELDS = {"luna": LUNA, "luna_seq2seq": LUNA, "mega": MEGA, "mega_seq2seq": MEGA, "megalodon": MEGALODON}
+SMALL = {"luna": LUNA, "luna_seq2seq": LUNA, "mega": MEGA, "mega_seq2seq": MEGA, "megalodon": MEGALODON}
+FIELDS = {model_type: {"vocab_size": 40, **fields} for model_type, fields in SMALL.items()}
 IMAGES = {"vocab_size": None, "input_type": "patches", "image_size": 8, "patch_size": 4}
 VALUES = {"vocab_size": None, "input_type": "values", "pooling": "mean"}
 MEGA_LM = {"is_decoder": True, "bidirectional": False, "use_chunking": True, "chunk_size": 4}
@@ -55,7 +52,7 @@ MASKED_LM, SEQUENCES = "AutoModelForMaskedLM", "AutoModelForSequenceClassificati
 
 
 def make(model_type: str, auto_class: str = MASKED_LM) -> PreTrainedModel:
-    """Return a small model of a type and a class."""
+    """Return a small model of a type and an Auto class."""
     fields = FIELDS[model_type] | OTHER_FIELDS.get((model_type, auto_class), {})
     config = CONFIGS[model_type](**{name: value for name, value in fields.items() if value is not None})
     return auto_classes(CONFIGS[model_type])[auto_class](config).eval()
@@ -73,25 +70,24 @@ def bundle(*arguments: object) -> int:
 
 
 class Place(NamedTuple):
-    """What the ways to make a folder need: a folder with a saved model and its tokenizer, and two processes."""
+    """A folder with a saved model and its tokenizer, and two processes, for the functions that make folders."""
 
     saved: Path
     auto_class: str
     client: Client
     stranger: Client
 
-    def beside(self, name: str) -> Path:
-        """Return the path of another folder."""
+    def next_to(self, name: str) -> Path:
+        """Return the path of another folder, next to the saved one."""
         return self.saved.with_name(name)
 
 
-def bundled(place: Place, output: str = "") -> Path:
-    """Add the code to a folder that was saved without it."""
+def bundled(place: Place) -> Path:
+    """Write the bundle of a folder that was saved without code to another folder."""
     shutil.rmtree(place.saved / CODE_FOLDER)
     edit(place.saved, auto_map=None)
-    options = ["--output", place.beside(output)] if output else []
-    assert bundle(place.saved, *options) == 0
-    return place.beside(output) if output else place.saved
+    assert bundle(place.saved, "--output", place.next_to("bundle")) == 0
+    return place.next_to("bundle")
 
 
 def bundled_over_old_code(place: Place) -> Path:
@@ -102,40 +98,33 @@ def bundled_over_old_code(place: Place) -> Path:
     return place.saved
 
 
-def sharded(place: Place, rename: bool = False) -> Path:
-    """Save the model in shards, whose names only the index knows."""
-    folder = place.beside("shards")
+def bundle_of_shards(place: Place) -> Path:
+    """Bundle shards, whose names only the index contains, into a new folder without the shards of another save."""
+    folder = place.next_to("shards")
     shutil.copytree(place.saved, folder)
     (folder / SAFE_WEIGHTS_NAME).unlink()
     getattr(transformers, place.auto_class).from_pretrained(place.saved).save_pretrained(folder, max_shard_size="5KB")
     content = json.loads((index := folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
-    for name in set(content["weight_map"].values()) if rename else ():
+    for name in (names := set(content["weight_map"].values())):
         (folder / name).rename(folder / name.replace("model-", "part-"))
-    index.write_text(json.dumps(content).replace("model-", "part-" if rename else "model-"), encoding="utf-8")
-    assert len(set(content["weight_map"].values())) > 2
-    return folder
-
-
-def bundle_of_shards(place: Place) -> Path:
-    """Bundle shards of any name into a new folder, which does not receive those of another save."""
-    folder = sharded(place, rename=True)
+    index.write_text(json.dumps(content).replace("model-", "part-"), encoding="utf-8")
     (folder / "model-00001-of-00009.safetensors").write_text("of another save", encoding="utf-8")
-    assert bundle(folder, "--output", place.beside("bundle")) == 0
-    assert not list(place.beside("bundle").glob("model-*"))
-    return place.beside("bundle")
+    assert len(names) > 2 and bundle(folder, "--output", place.next_to("bundle")) == 0
+    assert not list(place.next_to("bundle").glob("model-*"))
+    return place.next_to("bundle")
 
 
 def saved_twice(place: Place) -> Path:
     """Save another model in shards to the folder; a single file takes precedence over their index."""
     make("luna").save_pretrained(place.saved, max_shard_size="5KB")
-    assert bundle(place.saved, "--output", place.beside("bundle")) == 0
-    assert [file.name for file in place.beside("bundle").glob("*.safetensors*")] == [SAFE_WEIGHTS_NAME]
-    return place.beside("bundle")
+    assert bundle(place.saved, "--output", place.next_to("bundle")) == 0
+    assert [file.name for file in place.next_to("bundle").glob("*.safetensors*")] == [SAFE_WEIGHTS_NAME]
+    return place.next_to("bundle")
 
 
 def saved_by_stranger(place: Place) -> Path:
     """Save the model again in a process without the package; its code is saved with it and with a new one."""
-    folders = place.beside("again"), place.beside("new")
+    folders = place.next_to("again"), place.next_to("new")
     place.stranger(on_client.save_again, place.saved, place.auto_class, *folders)
     code, *others = (contents(folder / CODE_FOLDER) for folder in (place.saved, *folders))
     assert all(other == code for other in others)
@@ -146,32 +135,35 @@ def saved_by_stranger(place: Place) -> Path:
 
 def pushed_during_training(place: Place) -> str:
     """Train with a push of each checkpoint, which has no sub-folders; the code of the last one is complete."""
-    options = {"publishes": False, "hub_model_id": "tester/run", "hub_always_push": True}
-    place.client(on_client.train, place.saved, place.beside("run"), **options)
-    check_code(place.beside("run") / "checkpoint-4", "luna")
+    place.client(on_client.train, place.saved, place.next_to("run"), "tester/run", always=True)
+    check_code(place.next_to("run") / "checkpoint-4", "luna")
     return "tester/run"
 
 
 def pushed_by_trainer(place: Place) -> str:
-    place.client(on_client.push_by_trainer, place.saved, place.auto_class, place.beside("run"), "tester/run")
+    place.client(on_client.train, place.saved, place.next_to("run"), "tester/run", script=False)
+    return "tester/run"
+
+
+def pushed_by_script(place: Place) -> str:
+    """Push as the training scripts do; the card names the dataset and the license, and no folder."""
+    place.client(on_client.train, place.saved, output := place.next_to("run"), "tester/run")
+    card = (output / "README.md").read_text(encoding="utf-8")
+    data = ModelCard(card).data
+    assert (data.datasets, data.license, data.license_name) == (["nyu-mll/glue"], "other", "my-license")
+    assert data.base_model is None and data.tags == ["luna", "generated_from_trainer", "luna-mega"]
+    assert str(output.parent) not in card and (output / "checkpoint-2").exists()
     return "tester/run"
 
 
 def pushed(place: Place) -> str:
     """Push model and tokenizer to a repository that has a card, which keeps its text."""
-    place.client(on_client.create, "tester/small")
-    place.client(on_client.push_card, (place.saved / "README.md").read_text(encoding="utf-8"), "tester/small")
     place.client(on_client.push, place.saved, "tester/small", place.auto_class)
     return "tester/small"
 
 
-def pushed_folder(place: Place) -> str:
-    place.client(on_client.push_folder, place.saved, "tester/folder")
-    return "tester/folder"
-
-
 class Way(NamedTuple):
-    """A row: type and class of the model, a function that returns the folder or repository, and what its card says."""
+    """A row: type and class of the model, a function that returns the folder or repository, and words of its card."""
 
     model_type: str
     auto_class: str
@@ -181,24 +173,20 @@ class Way(NamedTuple):
 
 WAYS = {
     "saved": Way("mega", "AutoModelForCausalLM", lambda place: place.saved),
-    "bundled": Way("luna", MASKED_LM, bundled, "Weights: mit."),
     "bundled over old code": Way("luna", MASKED_LM, bundled_over_old_code, "Weights: mit."),
-    "bundled to a folder": Way(
-        "megalodon", "AutoModelForCausalLM", lambda place: bundled(place, "bundle"), "Weights: mit."
-    ),
-    "shards": Way("luna", MASKED_LM, sharded),
+    "bundled to a folder": Way("megalodon", "AutoModelForCausalLM", bundled, "Weights: mit."),
     "bundle of shards": Way("luna", MASKED_LM, bundle_of_shards, "Weights: mit."),
     "saved twice": Way("luna", MASKED_LM, saved_twice),
     "saved by a stranger": Way("luna", MASKED_LM, saved_by_stranger),
     "pushed during training": Way("luna", SEQUENCES, pushed_during_training),
     "pushed by Trainer": Way("luna", SEQUENCES, pushed_by_trainer, "Weights: not stated; set"),
+    "pushed by a script": Way("luna", SEQUENCES, pushed_by_script, "fine-tuned from `saved` on the nyu-mll/glue"),
     "pushed": Way("mega_seq2seq", "AutoModelForSeq2SeqLM", pushed, "Weights: mit."),
-    "pushed folder": Way("luna_seq2seq", "AutoModelForSeq2SeqLM", pushed_folder),
 }
 
 
 def check_loads(client: Client, stranger: Client, source: Path | str, auto_class: str, model: PreTrainedModel) -> None:
-    """Check that a folder or repository gives the outputs of a model, by the package and by its own code."""
+    """Check that a model loaded by the package, and by its own code, has the outputs of the saved model."""
     inputs = make_inputs(model, [9, 3], side="left", gaps=auto_class != "AutoModelForCausalLM")
     call = source, auto_class, lists(inputs)
     for options in ({}, REMOTE):
@@ -208,7 +196,7 @@ def check_loads(client: Client, stranger: Client, source: Path | str, auto_class
     if auto_class == "AutoModelForCausalLM":
         settings = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "use_cache": True}
         written = model.generate(**inputs, **settings).tolist()
-        assert stranger(on_client.generate, source, lists(inputs), settings, **REMOTE) == written
+        assert stranger(on_client.generate, *call, settings, **REMOTE) == written
 
 
 def check_card(client: Client, stranger: Client, card: str, name: str, source: Path | str) -> None:
@@ -266,6 +254,18 @@ FIELD_NAMES = [
 PLACES = st.sampled_from(
     ["model.safetensors", "../outside.safetensors", "/etc/passwd", "..\\x", "a/../b", "..", "a\0b"]
 )
+# Contents that are not a JSON object.
+NOT_OBJECTS = {
+    "empty": b"",
+    "open": b"{",
+    "array": b"[1]",
+    "null": b"null",
+    "deep array": b"[" * 100_000,
+    "deep object": b'{"a": ' * 50_000,
+    "not UTF-8": b"\0\xff",
+    "backslash": b"\\",
+    "long number": b'{"model_type": ' + b"9" * 5000 + b"}",
+}
 # Kind -> its values: a field of config.json, a file with another content, the auto_map, the index, a link.
 DAMAGES = {
     "field": st.tuples(st.sampled_from(FIELD_NAMES), VALUES_OF_JSON),
@@ -289,7 +289,8 @@ def damage(folder: Path, kind: str, value: Any) -> None:
         if new == "removed":
             file.unlink()
         elif isinstance(new, float):
-            cut(file, new)
+            content = file.read_bytes()
+            file.write_bytes(content[: int(new * len(content))])
         else:
             file.write_bytes(new if isinstance(new, bytes) else NOT_OBJECTS.get(new, new.encode()))
     elif kind == "index":

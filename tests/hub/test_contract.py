@@ -2,7 +2,7 @@
 
 import errno
 import json
-import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,18 +15,18 @@ import transformers
 from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, RobertaTokenizer
 
 import luna_mega
-from luna_mega import LunaTokenizer, _cards, _code
+from luna_mega import LunaTokenizer, _cards, _code, compat
 from luna_mega._register import CONFIGS, auto_classes, model_classes
-from luna_mega.hub.folder import position_limit, stacks
 from luna_mega.modeling_common.configuration import CODE_FOLDER
-from tests.errors import check_error, command_error
+from tests.errors import command_error
 from tests.hub import client as on_client
-from tests.hub.client import lists
+from tests.hub.client import Client, lists
 from tests.hub.contract import (
     CLASSES,
     FIELDS,
     MASKED_LM,
     REMOTE,
+    SEQUENCES,
     WAYS,
     Place,
     bundle,
@@ -53,8 +53,8 @@ def saved(tmp_path, tokenizer):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way(way, hub, client, stranger, tmp_path, tokenizer):
-    """A folder or a repository loads with and without the package; its code is complete, and its card says how."""
-    model_type, auto_class, make_folder, license = WAYS[way]
+    """A folder or a repository loads with and without the package, as its card describes; its code is complete."""
+    model_type, auto_class, make_folder, words = WAYS[way]
     model, saved = make(model_type, auto_class), tmp_path / "saved"
     model.save_pretrained(saved)
     tokenizer.save_pretrained(saved)
@@ -62,21 +62,21 @@ def test_every_way(way, hub, client, stranger, tmp_path, tokenizer):
     source = folder = make_folder(Place(saved, auto_class, client, stranger))
     if source in hub.repositories:
         folder = tmp_path / "files"
-        for name, content in hub.repositories[source].files.items():
+        for name, content in hub.repositories[source].items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
-    if "training" in way:
+    if auto_class == SEQUENCES:  # the model was trained
         model = type(model).from_pretrained(folder).eval()
     check_loads(client, stranger, source, auto_class, model)
     check_code(folder, model_type)
     assert stranger(on_client.encode, source, ["abc"], **REMOTE) == [[0, 4, 5, 6, 2]]
-    if license:
+    if words:
         card = (folder / "README.md").read_text(encoding="utf-8")
-        assert license in card and ("Trainer" in way or card.index("# Small") < card.index("## Load this model"))
+        assert words in card
         check_card(client, stranger, card, Path(source).name if folder == source else source, source)
-        in_card = "tokenizer = AutoTokenizer.from_pretrained(" if folder == source else "\n- luna-mega\n"
-        assert in_card in card
-    if license == "Weights: mit.":
+        assert ("tokenizer = AutoTokenizer.from_pretrained(" if folder == source else "\n- luna-mega\n") in card
+    if words == "Weights: mit.":  # the card that the folder had
+        assert card.index("# Small") < card.index("## Load this model")
         assert card.endswith("\n## Use\n\nAs others.\n") and card.startswith("---\nlicense: mit\n")
 
 
@@ -101,83 +101,72 @@ def test_classes_without_an_auto_class(model_type, stranger, tmp_path):
     check_code(tmp_path, model_type)
 
 
-def test_configuration_pushed_with_its_code(saved, hub, client, stranger, tmp_path):
-    client(on_client.push_config, saved, tmp_path / "config", "tester/config")
-    assert stranger(on_client.model_type_of, "tester/config", **REMOTE) == "luna"
+def test_failed_push_of_a_training_script(hub, client, saved, tmp_path):
+    """Without access to the Hub, a script does not train; after a failed push, a command uploads the folder."""
+    arguments = saved, output = saved, tmp_path / "run"
+    make("luna", SEQUENCES).save_pretrained(saved)
+    hub.failing = "/api/whoami-v2"
+    assert client.error(on_client.train, *arguments, "tester/run").startswith("SystemExit: error: --push_to_hub: ")
+    assert not output.exists() and not hub.repositories
+    hub.failing = ".*/commit/main"
+    error = client.error(on_client.train, *arguments, "tester/run")
+    assert error.startswith("SystemExit: error: the push failed") and "\n" not in error and "500 Internal" in error
+    assert f"`hf upload tester/run {output} . " in error and not hub.repositories["tester/run"]
+    hub.failing = ""
+    client(on_client.upload, output, "tester/run")
+    inputs = {"input_ids": [[0, 5, 2]]}
+    found, expected = (
+        client(on_client.outputs, place, SEQUENCES, inputs)["logits"] for place in ("tester/run", output)
+    )
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
 
 
-# Folders that earlier releases wrote are in `earlier_releases.tar.xz`. Each has a tiny model with random weights, and
-# `outputs.json` with its class, inputs and logits. If the name ends in `_bundle`, it is also the result of `luna-mega
-# bundle`. Folders of the commit 20c2b5c3 are named after the removed field that they use.
-LATER = ["luna_causal", "luna_masked_bundle", "luna_translation", "mega_causal", "mega_masked", "mega_translation"]
-LATER += ["megalodon_causal"]
-RELEASES = {
-    "0.1.0": ["luna_causal", "luna_masked", "luna_masked_bundle", "mega_causal", "mega_translation"],
-    "0.2.0": LATER,
-    "0.3.0": LATER,
-}
-REMOVED = ["initialization", "initialization_options", "pack_method", "position_extension", "position_table_size"]
+# Folders that earlier releases wrote. Each has a tiny model with random weights, and `outputs.json` with its class,
+# inputs and logits. If the name ends in `_bundle`, it is also the result of `luna-mega bundle`. Folders of the commit
+# 20c2b5c3 are named after the removed field that they use.
+ARCHIVE = Path(__file__).with_name("earlier_releases.tar.xz")
+with tarfile.open(ARCHIVE) as archive:
+    RELEASES = sorted({tuple(name.split("/")[:2]) for name in archive.getnames() if name.count("/") > 1})
+REMOVED = [name for release, name in RELEASES if release == "20c2b5c3"]
+LOADED = [(release, name) for release, name in RELEASES if release != "20c2b5c3"]
 AUTO_CLASSES = {"ForCausalLM": "AutoModelForCausalLM", "ForMaskedLM": MASKED_LM}
+AUTO_CLASSES["ForConditionalGeneration"] = "AutoModelForSeq2SeqLM"
 
 
 @pytest.fixture(scope="module")
 def releases(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("releases")
-    with tarfile.open(Path(__file__).with_name("earlier_releases.tar.xz")) as archive:
+    with tarfile.open(ARCHIVE) as archive:
         for member in filter(tarfile.TarInfo.isreg, archive):  # Debian's `extractall` has no `filter`
             (file := folder / member.name).parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(archive.extractfile(member).read())
-    expected = RELEASES | {"20c2b5c3": [f"luna_{field}" for field in REMOVED]}
-    assert {path.name: sorted(part.name for part in path.iterdir()) for path in folder.iterdir()} == expected
     return folder
 
 
-def read(folder: Path) -> tuple[str, dict[str, list], torch.Tensor]:
-    """Return the Auto class, the inputs and the logits of a folder."""
+@pytest.mark.parametrize(("release", "name"), LOADED)
+def test_folder_of_an_earlier_release(releases, release, name, stranger, tmp_path):
+    """The package loads it; the code of a bundle may require earlier versions, and that of a new bundle does not."""
+    folder = shutil.copytree(releases / release / name, tmp_path / f"{release[:3]}_{name}".replace(".", ""))
     content = json.loads((folder / "outputs.json").read_text(encoding="utf-8"))
-    known = [auto for suffix, auto in AUTO_CLASSES.items() if content["class"].endswith(suffix)]
-    return (known or ["AutoModelForSeq2SeqLM"])[0], content["inputs"], torch.tensor(content["logits"])
+    call = folder, AUTO_CLASSES["For" + content["class"].partition("For")[2]], content["inputs"]
+    found = [on_client.outputs(*call)]
+    assert found[0]["module"].startswith("luna_mega.")
+    if name.endswith("_bundle"):
+        assert bundle(folder) == 0
+        found.append(stranger(on_client.outputs, *call, **REMOTE))
+        check_code(folder, "luna")
+    for output in found:
+        logits = torch.tensor(content["logits"])
+        torch.testing.assert_close(torch.tensor(output["logits"]), logits, atol=1e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize(("release", "name"), [(release, name) for release in RELEASES for name in RELEASES[release]])
-def test_folder_of_an_earlier_release(releases, release, name):
-    auto_class, inputs, logits = read(folder := releases / release / name)
-    model, info = getattr(transformers, auto_class).from_pretrained(folder, output_loading_info=True)
-    assert type(model).__module__.startswith("luna_mega.") and not any(info.values()), info
-    with torch.no_grad():
-        output = model.eval()(**{name: torch.tensor(value) for name, value in inputs.items()})
-    torch.testing.assert_close(output.logits, logits, atol=1e-6, rtol=1e-5)
-    if name.startswith("luna"):  # length and table are unchanged
-        positions = json.loads((folder / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
-        for config in stacks(model.config).values():
-            assert position_limit(config) == (positions if config.position_embedding_type == "learned" else None)
-        for key, table in model.state_dict().items():
-            if key.endswith("embeddings.position_embeddings.weight"):
-                assert len(table) == positions + model.config.position_offset
-
-
-@pytest.mark.parametrize("release", slow_but(["0.1.0"], RELEASES))
-def test_bundle_of_an_earlier_release(releases, release, stranger, repo_root, tmp_path):
-    """The code of a bundle runs or raises a documented error; recreated bundles always run."""
-    folder = shutil.copytree(releases / release / "luna_masked_bundle", tmp_path / "bundle")
-    auto_class, inputs, logits = read(folder)
-    result, error = stranger.attempt(on_client.outputs, folder, auto_class, inputs, **REMOTE)
-    if error is not None:
-        rows = (repo_root / "docs" / "troubleshooting.md").read_text(encoding="utf-8").splitlines()
-        (row,) = [row for row in rows if error.partition(": ")[2] in row]
-        assert "`luna-mega bundle FOLDER`" in row
-    assert bundle(folder) == 0
-    for found in filter(None, (result, stranger(on_client.outputs, folder, auto_class, inputs, **REMOTE))):
-        torch.testing.assert_close(torch.tensor(found["logits"]), logits, atol=1e-6, rtol=1e-5)
-    check_code(folder, "luna")
-
-
-@pytest.mark.parametrize("field", REMOVED)
-def test_folder_that_needs_a_removed_field_is_refused(releases, field, capsys):
-    folder = releases / "20c2b5c3" / f"luna_{field}"
+@pytest.mark.parametrize("name", REMOVED)
+def test_folder_that_needs_a_removed_field_raises(releases, name, capsys):
+    folder, field = releases / "20c2b5c3" / name, name.removeprefix("luna_")
     value = json.loads((folder / "config.json").read_text(encoding="utf-8"))[field]
     for load in (transformers.AutoConfig, AutoModelForMaskedLM, luna_mega.LunaModel):
-        check_error(lambda load=load: load.from_pretrained(folder), ValueError, f"{field}={value!r} is not supported")
+        with pytest.raises(ValueError, match=re.escape(f"{field}={value!r} is not supported")):
+            load.from_pretrained(folder)
     assert "the last commit of luna-mega that supports it is 20c2b5c3" in command_error(capsys, "bundle", folder)
 
 
@@ -206,46 +195,14 @@ def test_several_bundles_and_the_package_in_one_process(client, saved, tmp_path)
     """Bundles of different versions and the package run their own operators in the same process."""
     other = shutil.copytree(saved, tmp_path / "other")
     code = other / CODE_FOLDER / "kernels_luna_attention_torch_backend.py"
-    changed = code.read_text(encoding="utf-8").replace(
-        "return output.transpose(1, 2)", "return 2 * output.transpose(1, 2)"
-    )
-    assert changed != code.read_text(encoding="utf-8")
-    code.write_text(changed, encoding="utf-8")
-    inputs = lists(make_inputs(make("luna"), [7, 3]))
-    found = client(on_client.gradients_with_other_bundles, [saved, other], inputs)
-    modules, equal = zip(*found, strict=True)
-    assert len(set(modules)) == 3 and modules[2].startswith("luna_mega.") and equal == (True, False, True, True)
-
-
-@pytest.mark.slow
-def test_code_contains_the_kernels_without_triton(repo_root):
-    """The code is the same on a machine without Triton."""
-    start = "import hashlib, json, sys; "
-    code = "from luna_mega._code import model_code; from luna_mega._register import CONFIGS; "
-    code += "text = json.dumps([model_code(name) for name in CONFIGS], sort_keys=True); "
-    code += "print(hashlib.sha256(text.encode()).hexdigest())"
-    environment = os.environ | {"PYTHONPATH": str(repo_root)}
-    commands = [start + hide + code for hide in ("", 'sys.modules["triton"] = None; ')]
-    found = {subprocess.check_output([sys.executable, "-c", command], env=environment) for command in commands}
-    assert len(found) == 1
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("import luna_mega.kernels.api", "use `from x.y import name`"),
-        ("from ..api import *", "use `from x.y import name`"),
-        ("x = 1; from luna_mega.kernels.api import luna_pack", "use `from x.y import name`"),
-        ("operator = torch.ops.luna_mega", "`luna_mega` cannot be used like this"),
-        ("name = 'luna_mega::attend'", "`luna_mega` cannot be used like this"),
-    ],
-)
-def test_unsupported_source(monkeypatch, line, message):
-    """A statement that cannot be converted to a flat file raises an error."""
-    read_source = _code._source
-    monkeypatch.setattr(_code, "_source", lambda module: f"{read_source(module)}\n{line}\n")
-    with pytest.raises(RuntimeError, match=message):
-        _code._flat_text.__wrapped__("luna_mega.kernels.luna_attention.torch_backend")
+    old = code.read_text(encoding="utf-8")
+    new = old.replace("return output.transpose(1, 2)", "return 2 * output.transpose(1, 2)")
+    assert new != old
+    code.write_text(new, encoding="utf-8")
+    found = client(on_client.gradients_of_several, [saved, other], lists(make_inputs(make("luna"), [7, 3])))
+    modules, norms = zip(*found, strict=True)
+    assert len(set(modules)) == 3 and modules[2].startswith("luna_mega.")
+    assert norms[2:] == pytest.approx([norms[0]] * 2) and norms[1] != pytest.approx(norms[0])
 
 
 def test_disk_full(saved, tmp_path, monkeypatch, capsys):
@@ -308,13 +265,19 @@ class MyHead(luna_mega.LunaPreTrainedModel):
     config_class = luna_mega.LunaConfig
 
 
-def test_classes_of_a_user(tmp_path, monkeypatch):
-    """Transformers saves the code of a user's registered class; the package saves its own for its model types only."""
+def test_classes_of_others(tmp_path, monkeypatch):
+    """Transformers saves the code of a user's registered class; the package saves its own for its classes only."""
     MyConfig(**FIELDS["luna"]).save_pretrained(tmp_path / "config")
-    assert "auto_map" not in json.loads((tmp_path / "config" / "config.json").read_text(encoding="utf-8"))
+    bert = BertConfig(num_hidden_layers=1, hidden_size=12, intermediate_size=4, vocab_size=9)
+    AutoModel.from_config(bert).save_pretrained(tmp_path / "bert")
+    for name in ("config", "bert"):
+        assert "auto_map" not in json.loads((tmp_path / name / "config.json").read_text(encoding="utf-8"))
+        assert not (tmp_path / name / CODE_FOLDER).exists()
+    luna_mega.LunaForMaskedLM.register_for_auto_class(MASKED_LM)
+    make("luna").save_pretrained(tmp_path / "luna")
+    assert not list((tmp_path / "luna").glob("*.py"))
     monkeypatch.setattr(MyModel, "_auto_class", None)
     MyModel.register_for_auto_class(MASKED_LM)
-    assert MyModel._auto_class == MASKED_LM
     MyModel(luna_mega.LunaConfig(**FIELDS["luna"])).save_pretrained(tmp_path / "model")
     found = json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8"))["auto_map"]
     assert found[MASKED_LM] == "test_contract.MyModel"
@@ -322,21 +285,85 @@ def test_classes_of_a_user(tmp_path, monkeypatch):
     assert (tmp_path / "model" / "test_contract.py").is_file()
 
 
-@pytest.mark.parametrize(("model_class", "said"), [(MyModel, True), (MyHead, False)])
-def test_cards_of_classes_of_a_user(tmp_path, model_class, said):
-    """The card of a subclass of a model says how to load that model; a model of its own is not loaded like that."""
+@pytest.mark.parametrize(("model_class", "described"), [(MyModel, True), (MyHead, False)])
+def test_cards_of_classes_of_a_user(tmp_path, model_class, described):
+    """The card of a subclass of a model describes how to load that model; the card of another model does not."""
     (tmp_path / "README.md").write_text("# Mine\n", encoding="utf-8")
     _cards.complete_card(model_class(luna_mega.LunaConfig(**FIELDS["luna"])), tmp_path, "a/b")
     text = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert text.startswith("# Mine\n") and ('AutoModelForMaskedLM.from_pretrained("a/b")' in text) == said
+    assert text.startswith("# Mine\n") and ('AutoModelForMaskedLM.from_pretrained("a/b")' in text) == described
 
 
-def test_other_classes_save_no_further_code(tmp_path):
-    """Models of transformers save no code, and registering a class of this package does not save its file."""
-    config = BertConfig(num_hidden_layers=1, hidden_size=12, intermediate_size=4, vocab_size=9)
-    AutoModel.from_config(config).save_pretrained(tmp_path / "bert")
-    assert not (tmp_path / "bert" / CODE_FOLDER).exists()
-    luna_mega.LunaForMaskedLM.register_for_auto_class(MASKED_LM)
-    luna_mega.LunaConfig.register_for_auto_class()
-    make("luna").save_pretrained(tmp_path / "luna")
-    assert not list((tmp_path / "luna").glob("*.py"))
+# Other versions
+
+
+@pytest.mark.parametrize(
+    ("versions", "error"),
+    [
+        ({"transformers": "5.21.1"}, "transformers 5.22 or later, but 5.21.1 is installed"),
+        ({"torch": "2.6.0"}, "torch 2.7 or later, but 2.6.0 is installed"),  # with which a run failed
+        ({"transformers": "5.22.0.dev0", "torch": "2.8.0+cpu"}, None),
+        ({"transformers": "99.0", "torch": "99.0"}, None),
+    ],
+)
+def test_entry_file_checks_the_versions_first(stranger, saved, versions, error):
+    """No other file of the code is imported before the check: transformers then has none of the undocumented names."""
+    removed = ["OutputRecorder", "capture_outputs", "selected_hidden_states"] if error else []
+    folder = saved.rename(saved.parent / saved.parent.name)  # the process has no module of this name
+    found = stranger(on_client.load_with_versions, folder, MASKED_LM, versions, removed)
+    if error:
+        assert error in found and found.startswith("ImportError: ") and "\n" not in found
+    else:
+        assert found == "LunaForMaskedLM"
+
+
+@pytest.mark.parametrize(("version", "count"), [(luna_mega.__version__, 0), ("0.5.0", 2), ("77.1.0", 1)])
+def test_code_of_another_version_is_logged(saved, tmp_path, caplog, version, count):
+    """Once for a folder with old code, which `luna-mega bundle` renews with its card, and once for all newer code."""
+    folders = [shutil.copytree(saved, tmp_path / name) for name in ("first", "second")]
+    old, new = (f"{_code.GENERATED}{name}" for name in (luna_mega.__version__, version))
+    for file in (file for folder in folders for file in (folder / CODE_FOLDER).iterdir()):
+        file.write_text(file.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
+
+    def load():
+        caplog.clear()
+        for folder in folders:
+            AutoModelForMaskedLM.from_pretrained(folder)
+            luna_mega.LunaForMaskedLM.from_pretrained(folder.parent, subfolder=folder.name)
+        return [record.getMessage() for record in caplog.records if record.name == _code.__name__]
+
+    messages = load()
+    assert len(messages) == count and all(f"code of luna-mega {version}" in message for message in messages)
+    advice = "run `luna-mega bundle {}`" if count == 2 else "install that version"
+    assert all(advice.format(folder) in message for folder, message in zip(folders, messages, strict=False))
+    card = f"# Old\n\nWithout luna-mega, transformers runs the code in `{CODE_FOLDER}`:\n"
+    (folders[0] / "README.md").write_text(card, encoding="utf-8")
+    assert bundle(folders[0]) == bundle(folders[1]) == 0 and load() == []
+    assert _cards.WITHOUT_PACKAGE in (folders[0] / "README.md").read_text(encoding="utf-8")
+
+
+OF_VERSIONS = [(model_type, "AutoModelForCausalLM") for model_type in ("luna", "mega", "megalodon")]
+OF_VERSIONS += [("luna", SEQUENCES), ("mega", MASKED_LM)]
+OF_VERSIONS += [(model_type, "AutoModelForSeq2SeqLM") for model_type in ("luna_seq2seq", "mega_seq2seq")]
+
+
+@pytest.mark.slow
+def test_oldest_transformers_that_the_card_promises(server, stranger, tmp_path):
+    """Outputs, losses and generated tokens equal those of the installed version."""
+    site, version = tmp_path / "site", compat.REQUIRED["transformers"]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site]
+    if subprocess.run([*pip, f"transformers=={version}.*"], capture_output=True).returncode:
+        pytest.skip("pip reaches no package index")
+    old = Client(server.url, tmp_path / "home", package=False, before=site)
+    found = old.error(on_client.run_code, "import transformers; raise ValueError(transformers.__version__)")
+    assert found.startswith(f"ValueError: {version}.")
+    settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "num_beams": 2}
+    for model_type, auto_class in OF_VERSIONS:
+        (model := make(model_type, auto_class)).save_pretrained(folder := tmp_path / model_type / auto_class)
+        inputs = lists(make_inputs(model, [6, 6]))
+        labels = [0, 1] if auto_class == SEQUENCES else inputs.get("decoder_input_ids", inputs["input_ids"])
+        calls = [(on_client.outputs, folder, auto_class, inputs | {"labels": labels})]
+        calls += [(on_client.generate, folder, auto_class, inputs, settings)] * model.can_generate()
+        for call in calls:
+            assert old(*call, **REMOTE) == stranger(*call, **REMOTE)
+    old.pool.shutdown()

@@ -1,14 +1,14 @@
 """A damaged folder, or an invalid argument, is one sentence: nothing is executed, and nothing is written."""
 
 import json
-import os
-import pickle
+import re
 import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForMaskedLM, PreTrainedTokenizerFast
@@ -19,7 +19,8 @@ import luna_mega_cli
 from luna_mega._code import model_code
 from luna_mega.errors import ConversionError
 from luna_mega.hub.files import copy_model
-from luna_mega.hub.folder import load_tokenizer, read_folder, read_json
+from luna_mega.hub.find import find_dataset, find_model
+from luna_mega.hub.folder import load_tokenizer
 from tests.convert.folders import edit
 from tests.errors import command_error
 from tests.hub.contract import DAMAGES, EVIL, MASKED_LM, contents, damage, make
@@ -108,13 +109,6 @@ def test_code_of_others_stays_in_a_bundle(folder):
     assert check_auto_map(folder) == others | model_code("luna")[1]
 
 
-@pytest.mark.parametrize("names", [5, True, 0.5, "LunaForMaskedLM"])
-def test_a_bundle_of_any_architectures(names, folder):
-    edit(folder, architectures=names)
-    assert luna_mega_cli.main(["bundle", str(folder)]) == 0
-    assert "AutoModel.from_pretrained(" in (folder / "README.md").read_text(encoding="utf-8")
-
-
 def text(name, content):
     return lambda folder: (folder / name).write_text(content, encoding="utf-8")
 
@@ -123,78 +117,53 @@ def index(places):
     return lambda folder: damage(folder, "index", places)
 
 
-def renamed(name, touched=None):
+def weights_are(name, other=None):
     """Rename the weights, and create another file."""
 
     def change(folder):
         (folder / SAFE_WEIGHTS_NAME).rename(folder / name)
-        if touched:
-            (folder / touched).touch()
+        if other:
+            (folder / other).touch()
 
     return change
-
-
-PLACES = [
-    {"x": "../outside.safetensors"}, {"x": "/etc/passwd"}, {"x": "a/../../b.safetensors"}, {"x": ".."}, {"x": "."},
-    {"x": ""}, {"x": 5}, {"x": ["a"]}, {"x": "a\0b"}, [], {}, None, 5, {"x": "..\\outside.safetensors"},
-]  # fmt: skip
-# A damage, and words of the sentence of every command.
-ROWS = [
-    (lambda folder: (folder / "config.json").unlink(), "no config.json"),
-    *((text("config.json", content), "not JSON") for content in ("{", "", "\\")),
-    (text("config.json", "[]"), "not a JSON object"),
-    (lambda folder: edit(folder, model_type="bert"), "model_type 'bert' is not supported; expected 'luna'"),
-    (lambda folder: edit(folder, model_type=[]), "model_type [] is not supported"),
-    *(
-        (lambda folder, value=value: edit(folder, auto_map=value), "is not an object; remove it")
-        for value in ("x", [1])
-    ),
-    (lambda folder: edit(folder, hidden_size="x"), "hidden_size"),
-    (renamed("model.pt"), "no model.safetensors; use a folder of save_pretrained"),
-    (index({"x": "a.safetensors"}), "no a.safetensors; use a folder of save_pretrained"),
-    *((index(places), "weight_map must name files of this folder") for places in PLACES),
-    *((renamed("x", name), f"weights only in {name}; convert them") for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)),
-]
-
-
-@pytest.mark.parametrize(("row", "command"), diagonal(range(len(ROWS)), COMMANDS))
-def test_the_damage_is_named(row, command, folder, capsys):
-    change, words = ROWS[row]
-    change(folder)
-    folder.with_name("record").touch()
-    before = contents(folder.parent)
-    message = command_error(capsys, *words_of(command, folder))
-    assert words in message and str(folder) in message and contents(folder.parent) == before
 
 
 def without_bias(folder):
     weights = load_file(folder / SAFE_WEIGHTS_NAME)
     del weights["lm_head.decoder.bias"]
     save_file(weights, folder / SAFE_WEIGHTS_NAME, {"format": "pt"})
+    write_record(folder.with_name("record"), load_file(folder.with_name("record")), folder)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda folder: edit(folder, architectures=["X"]), "architectures 'X' is not one of LunaFor"),
-        (lambda folder: edit(folder, architectures=5), "architectures"),
-        (lambda folder: edit(folder, vocab_size=41), "ignore_mismatched_sizes"),
-        (text("generation_config.json", "[]"), "not a JSON object"),
-        (without_bias, "the weights lack lm_head.decoder.bias"),
-    ],
-)
-def test_weights_and_class_that_do_not_fit(change, words, folder):
+# A damage, and words of the sentence of every command; then of those that load the model.
+ROWS = [
+    (lambda folder: (folder / "config.json").unlink(), "no config.json"),
+    (text("config.json", "{"), "not JSON"),
+    (text("config.json", "\ufeff[]"), "not a JSON object"),
+    (lambda folder: edit(folder, model_type="bert"), "model_type 'bert' is not supported; expected 'luna'"),
+    (lambda folder: edit(folder, auto_map="x"), "is not an object; remove it"),
+    (lambda folder: edit(folder, hidden_size="x"), "hidden_size"),
+    (weights_are("model.pt"), "no model.safetensors; use a folder of save_pretrained"),
+    (index({"x": "a.safetensors"}), "no a.safetensors; use a folder of save_pretrained"),
+    (index({"x": "../outside.safetensors"}), "weight_map must name files of this folder"),
+    *((weights_are("x", name), f"weights only in {name}; convert them") for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)),
+]
+OF_MODELS = [
+    (lambda folder: edit(folder, architectures=["X"]), "architectures 'X' is not one of LunaFor"),
+    (lambda folder: edit(folder, vocab_size=41), "ignore_mismatched_sizes"),
+    (text("generation_config.json", "[]"), "not a JSON object"),
+    (without_bias, "the weights lack lm_head.decoder.bias"),
+]
+CASES = [(*ROWS[row], command) for row, command in diagonal(range(len(ROWS)), COMMANDS)]
+
+
+@pytest.mark.parametrize(("change", "words", "command"), CASES + [(*row, "verify") for row in OF_MODELS])
+def test_the_damage_is_named(change, words, command, folder, original, capsys):
+    shutil.copy(original.with_name("record"), folder.parent)
     change(folder)
-    with pytest.raises(ConversionError) as error:
-        read_folder(folder).load()
-    assert words in str(error.value) and str(folder) in str(error.value) and "\n" not in str(error.value)
-
-
-def test_json_with_a_byte_order_mark(tmp_path):
-    (tmp_path / "list").write_text("\ufeff[1]", encoding="utf-8")
-    assert read_json(tmp_path / "list", list) == [1]
-    with pytest.raises(ConversionError, match="not a JSON object"):
-        read_json(tmp_path / "list")
+    before = contents(folder.parent)
+    message = command_error(capsys, *words_of(command, folder))
+    assert words in message and str(folder) in message and contents(folder.parent) == before
 
 
 KEPT = [
@@ -215,72 +184,30 @@ def fill(folder, names):
 
 
 def test_only_files_of_the_list_are_copied(tmp_path):
-    fill(tmp_path / "model", KEPT + LEFT)
-    (tmp_path / "out").mkdir()
-    copy_model(tmp_path / "model", tmp_path / "out")
-    assert contents(tmp_path / "out").keys() == set(KEPT)
-
-
-def test_links_within_the_folder_and_the_cache_of_the_hub(tmp_path):
-    """Links may point into the folder or the Hub cache, which links snapshots/REVISION to blobs, and nowhere else."""
-    repository = tmp_path / "models--user--name"
-    fill(repository, ["blobs/abc", "blobs/def", "snapshots/123/real.json", "snapshots/123/model.safetensors"])
+    """Links may point into the folder, or to the blobs of the same repository in the Hub's cache, and nowhere else."""
+    repository, output = tmp_path / "models--user--name", tmp_path / "out"
     snapshot = repository / "snapshots" / "123"
-    (snapshot / "target").mkdir()
-    links = {"config.json": "../../blobs/abc", "target/vocab.json": "../../../blobs/def", "vocab.json": "real.json"}
+    fill(snapshot, KEPT + LEFT)
+    fill(repository, ["blobs/abc"])
+    fill(tmp_path / "models--user--other", ["blobs/xyz"])
+    links = {"vocab.json": "../../blobs/abc", "target/vocab.json": "../../../blobs/abc", "merges.txt": "dict.txt"}
     for name, link in links.items():
         (snapshot / name).symlink_to(link)
-    (tmp_path / "out").mkdir()
-    copy_model(snapshot, tmp_path / "out")
-    assert contents(tmp_path / "out").keys() == links.keys() | {"model.safetensors"}
-    assert (tmp_path / "out" / "config.json").read_text(encoding="utf-8") == "blobs/abc"
-    assert not (tmp_path / "out" / "config.json").is_symlink()
-    fill(tmp_path / "models--user--other", ["blobs/xyz"])
-    (snapshot / "README.md").symlink_to("../../../models--user--other/blobs/xyz")
-    with pytest.raises(ConversionError, match="README.md: the symbolic link points outside of the folder; copy the fi"):
-        copy_model(snapshot, tmp_path / "out")
+    output.mkdir()
+    copy_model(snapshot, output)
+    assert contents(output).keys() == {*KEPT, *links} and contents(output)["target/vocab.json"] == b"blobs/abc"
+    assert not any(file.is_symlink() for file in output.rglob("*"))
+    (snapshot / "NOTICE").symlink_to("../../../models--user--other/blobs/xyz")
+    with pytest.raises(ConversionError, match="NOTICE: the symbolic link points outside of the folder; copy the file"):
+        copy_model(snapshot, output)
 
 
-class Executed:
-    """An object whose pickle creates a folder when it is loaded."""
-
-    def __init__(self, file):
-        self.file = file
-
-    def __reduce__(self):
-        return os.mkdir, (str(self.file),)
-
-
-@pytest.mark.parametrize("harmful", [False, True])
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin"])
-def test_folders_of_pickles_are_read_as_the_security_page_says(folder, name, harmful, repo_root):
-    page = (repo_root / "SECURITY.md").read_text(encoding="utf-8")
-    assert all(f"`{text}`" in page for text in ("pytorch_model.bin", "torch.load(weights_only=True)", "model.pt"))
-    load = AutoModelForMaskedLM.from_pretrained
-    weights = load(folder).state_dict() | ({"x": Executed(folder / "executed")} if harmful else {})
-    torch.save(weights, folder / name)
-    if "of" in name:
-        content = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
-        (folder / WEIGHTS_INDEX_NAME).write_text(json.dumps(content), encoding="utf-8")
-    (folder / SAFE_WEIGHTS_NAME).unlink()
-    with pytest.raises(OSError, match="no file named model.safetensors"):
-        load(folder, use_safetensors=True)
-    if harmful:
-        with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-            load(folder)
-    else:
-        assert all(tensor.equal(weights[key]) for key, tensor in load(folder).state_dict().items())
-    assert not (folder / "executed").exists()
-    (folder / name).rename(folder / "model.pt")
-    with pytest.raises(OSError):
-        load(folder)
-
-
-@pytest.mark.parametrize("options", [{}, {"trust_remote_code": True}, {"trust_remote_code": False}])
-def test_the_package_does_not_run_code_of_a_folder(folder, options):
+def test_the_package_does_not_run_code_of_a_folder(folder):
     edit(folder, auto_map={MASKED_LM: "evil.X", "AutoConfig": "evil.C"})
-    model = AutoModelForMaskedLM.from_pretrained(folder, **options)
-    assert type(model).__module__ == "luna_mega.modeling_luna.modeling_luna" and not list(folder.rglob("executed"))
+    for options in ({}, {"trust_remote_code": True}):
+        model = AutoModelForMaskedLM.from_pretrained(folder, **options)
+        assert type(model).__module__ == "luna_mega.modeling_luna.modeling_luna"
+    assert not list(folder.rglob("executed"))
 
 
 @pytest.mark.parametrize("damaged", ["[]", "{", '{"model": 5}', "\udcff", "code", "empty"])
@@ -329,12 +256,52 @@ def test_any_argument(argv, word, original, capsys):
         assert f"{argv[-2][2:]} " in message and "use text without control characters and invalid bytes" in message
 
 
-@pytest.mark.parametrize("name", ["loop", "loop/x", "file/x", "caf\udce9"])
-@pytest.mark.parametrize("command", ["convert", "bundle"])
-def test_output_that_cannot_be_a_folder(folder, name, command, capsys, monkeypatch):
-    monkeypatch.chdir(folder.parent)
-    os.symlink("loop", "loop")
+# Names of models and datasets on the Hub
+
+
+@pytest.fixture
+def online(hub, monkeypatch, tmp_path):
+    """Return the Hub, and let its cache contain `tester/model`."""
+    hub.repositories["tester/model"] = {}
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    repository, commit = tmp_path / "cache" / "models--tester--model", hub.revision("tester/model")
+    fill(repository, [f"snapshots/{commit}/config.json"])
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit, encoding="utf-8")
+    return hub
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [(name, "no such folder; pass a folder or a name on the Hub") for name in ("no/", "./no", "a/b/c", "a  b")]
+    + [("file", "is a file; pass a folder"), ("tester/modl", "no such folder, and no such model on the Hub")],
+)
+def test_names_of_no_model(name, words, online, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     Path("file").touch()
-    before = sorted(Path().iterdir())
-    command_error(capsys, command, folder if command == "bundle" else "file", "--output", name)
-    assert sorted(Path().iterdir()) == before
+    with pytest.raises(ConversionError, match=f"^{re.escape(name)}: {words}"):
+        find_model(name)
+    assert len(online.requests) == ("modl" in name)
+
+
+@pytest.mark.parametrize("fault", [None, 500, 429, "stopped", "offline"])
+def test_one_request_for_a_name_even_if_the_hub_cannot_be_reached(fault, online, monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", fault == "offline")
+    if fault == "stopped":
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    elif isinstance(fault, int):
+        online.failing, online.status = ".*", fault
+    assert find_model(str(tmp_path)) == str(tmp_path) and not find_dataset(str(tmp_path), tmp_path)
+    found = find_model("tester/model")
+    assert found.endswith(online.revision("tester/model")) if fault else found == "tester/model"
+    missing = r"the Hub cannot be reached \([^\[]+\);" if fault else "no such (model|dataset) on the Hub"
+    for find in (lambda: find_model("tester/x"), lambda: find_dataset("a/data", tmp_path)):
+        with pytest.raises(ConversionError, match=f": no such folder, and {missing}"):
+            find()
+    (tmp_path / "a___data").mkdir()
+    if fault:
+        assert find_dataset("a/data", tmp_path)  # in the cache of datasets
+    assert len(online.requests) == {None: 3, "stopped": 0, "offline": 0}.get(fault, 4)
