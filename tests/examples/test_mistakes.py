@@ -278,6 +278,7 @@ def test_mistakes_of_a_program(name, script, tmp_path, places):
 
 
 CSQA = {"id": "1", "question": "a", "choices": {"label": list("abcde"), "text": list("vwxyz")}, "answerKey": "A"}
+PAIRS = ["--model_type", "roberta", "--config_overrides", ""]
 IMAGES = {"image": bytes(64), "label": 0}
 ROWS = {  # options, the columns that differ from valid rows, and the sentence
     "run_race": [
@@ -293,6 +294,11 @@ ROWS = {  # options, the columns that differ from valid rows, and the sentence
     ],
     "lra.run_lra": [
         ([], {"label": 2}, "row .: label 2 is not one of 0, 1"),
+        (
+            ["--task_name", "retrieval", *PAIRS],
+            {"text1": "a", "text2": "b"},
+            "PairClassification; use luna, mega or tr",
+        ),
         (["--task_name", "pathx"], IMAGES | {"image": b"\x89PNG\r"}, "an image cannot be read"),
         (["--task_name", "image", "--max_seq_length", 256], IMAGES, "has 8 x 8 pixels, but 256 positions require 16"),
     ],

@@ -205,8 +205,9 @@ def test_options_are_those_of_the_scripts(script, tmp_path):
     for name, experiment in module.EXPERIMENTS.items():
         found = set()
         for task in experiment.tasks or (None,):
-            parsed = script(experiment.script).parse([*shlex.split(experiment.options.format(task=task)), *paths])
-            assert experiment.script == "eval_lm" or parsed[0].task_name == task or not experiment.tasks
+            options = shlex.split(experiment.options.format(task=task))
+            parsed = script(experiment.script).parse([*options, *paths])
+            assert task is None or parsed[0].task_name == task
             for flag in (False, True):
                 config = {"use_chunking": flag, "tie_key_value": flag, "hidden_size": 60 + 12 * flag}
                 found.add(module.variant(SimpleNamespace(name=name, task_name=task), config))
