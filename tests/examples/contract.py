@@ -25,6 +25,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+from luna_mega.escaping import tsv_field
 from tests.examples.runs import TINY, sentence, write
 
 MEGA = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,nffn_hidden_size=16,shared_representation_size=8"
@@ -45,8 +46,8 @@ def reviews(size: int, seed: int) -> list[dict]:
 
 
 def named_reviews(size: int, seed: int) -> list[dict]:
-    """Return reviews with the names of their labels."""
-    return [row | {"label": ("bad", "good")[row["label"]]} for row in reviews(size, seed)]
+    """Return reviews with the names of their labels; a tab is written as an escape."""
+    return [row | {"label": ("bad", "go\tod")[row["label"]]} for row in reviews(size, seed)]
 
 
 def texts(size: int, seed: int) -> list[str]:
@@ -123,7 +124,7 @@ def classify(inputs: Callable[..., dict[str, torch.Tensor]], names: str | None =
     def predict(module: ModuleType, model: Any, processor: Any, rows: list[dict]) -> list[str]:
         with torch.no_grad():
             best = model(**inputs(module, processor, rows)).logits.argmax(-1).tolist()
-        return [str((names or model.config.id2label)[index]) for index in best]
+        return [tsv_field(str((names or model.config.id2label)[index])) for index in best]
 
     return predict
 

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -139,22 +138,6 @@ def test_other_labels(capsys):
     for label in ("good", "inf"):
         split = Dataset.from_dict({"label": ["0.5", label]})
         assert_error(classification.read_scores, f"row 1: label '{label}' is not a number", split, "test")
-
-
-def test_lines_of_predictions(tmp_path):
-    names = ["a\nb", "a\tb", "a\u2028b", "c"]
-    output = SimpleNamespace(predictions=np.eye(4), metrics={})
-    trainer = SimpleNamespace(
-        predict=lambda split: output,
-        model=SimpleNamespace(config=LunaConfig(**label_fields(names))),
-        args=SimpleNamespace(output_dir=str(tmp_path)),
-        is_world_process_zero=lambda: True,
-        log_metrics=lambda *_: None,
-        save_metrics=lambda *_: None,
-    )
-    classification.write_predictions(trainer, None)
-    lines = (tmp_path / "predictions.tsv").read_text(encoding="utf-8").splitlines()
-    assert lines == ["index\tprediction", "0\ta\\nb", "1\ta\\tb", "2\ta\\u2028b", "3\tc"]
 
 
 def rows_of(name: str, labels: list) -> list[dict]:
