@@ -1,14 +1,10 @@
 """Labels: a table means the same in all formats and scripts, and a saved head keeps its names and their order."""
 
-import csv
-import json
 import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import ClassLabel, Dataset
@@ -25,7 +21,7 @@ from luna_mega.training import classification, data
 from luna_mega.training.classification import match_labels
 from luna_mega.training.models import CheckpointArguments, label_fields, make_model
 from tests.examples.contract import BERT, CLASSIFIERS, SCRIPTS
-from tests.examples.runs import QUIET, assert_error
+from tests.examples.runs import QUIET, assert_error, write
 
 SIZES = {name: int(value) for name, value in (item.split("=") for item in BERT.split(","))}
 KINDS = ("csv", "jsonl", "parquet")
@@ -36,18 +32,7 @@ NO_LABEL = ["None", "NA", "nan", "-1", "N/A", "", None]
 
 def save(labels: list, path: Path) -> None:
     """Write rows with a text and these labels in the format of the suffix."""
-    path.parent.mkdir(exist_ok=True)
-    rows = [{"text": f"text {index}", "label": label} for index, label in enumerate(labels)]
-    if path.suffix == ".csv":
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, ["text", "label"])
-            writer.writeheader()
-            writer.writerows(rows)
-    elif path.suffix == ".jsonl":
-        rows = [row | {"label": None if row["label"] != row["label"] else row["label"]} for row in rows]
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), path)
+    write([{"text": f"text {index}", "label": label} for index, label in enumerate(labels)], path)
 
 
 def match(folder: Path, names: list[str] | None = None) -> dict[str, list[int]]:

@@ -9,20 +9,15 @@ from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertTokenizer,
-    DistilBertConfig,
-    LlamaConfig,
     PreTrainedTokenizerFast,
-    RobertaConfig,
     TrainerCallback,
     TrainerState,
     TrainingArguments,
 )
 
-from luna_mega import LunaSeq2SeqConfig, MegaConfig, MegaSeq2SeqConfig
+from luna_mega import LunaSeq2SeqConfig, MegaSeq2SeqConfig
 from luna_mega.training import load_tokenizer
-from luna_mega.training.models import CheckpointArguments, ModelArguments, longest_input, make_config, make_model
+from luna_mega.training.models import ModelArguments, longest_input, make_config, make_model
 from luna_mega.training.plots import plot_losses
 from luna_mega.training.products import product_error, use_onednn
 from luna_mega.training.tokenizers import (
@@ -34,7 +29,7 @@ from luna_mega.training.tokenizers import (
     train_words,
 )
 from luna_mega.training.trainer import OrderedTrainer, ProgressBar
-from tests.examples.contract import MEGA, reviews
+from tests.examples.contract import reviews
 from tests.examples.runs import assert_error, write
 
 TEXTS = ["the quick brown fox", "the lazy dog", "quick dogs and lazy foxes"] * 20
@@ -84,22 +79,6 @@ def test_words():
     words = train_words(["a a a b b c", "a <unk> <unk>\td"], vocab_size=6)
     assert words.get_vocab() == {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 4, "b": 5}
     assert words("a c <unk>b", add_special_tokens=False)["input_ids"] == [4, 3, 3, 5]
-
-
-def test_models_and_token_types(tmp_path):
-    """A new Mega has the types of the tokenizer; the tokenizer of a saved model without a second type returns none."""
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]
-    BertTokenizer(vocab={word: index for index, word in enumerate(words)}).save_pretrained(tmp_path / "bert")
-    for config in (MegaConfig(), DistilBertConfig(), RobertaConfig(type_vocab_size=1), LlamaConfig()):
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "bert")
-        if config.model_type == "mega":
-            made = make_config(ModelArguments(model_type="mega", config_overrides=MEGA), tokenizer, 16)
-            assert made.add_token_type_embeddings and made.type_vocab_size == 2
-        else:
-            config.update({"pad_token_id": 0, "max_position_embeddings": 32})
-            config.save_pretrained(tmp_path)
-            make_config(CheckpointArguments(str(tmp_path)), tokenizer, 16)
-        assert ("token_type_ids" in tokenizer("a", "b")) == (config.model_type == "mega")
 
 
 def test_v4_folder_is_fine_tuned_on_glue(call, parity_folder, tmp_path):
