@@ -27,13 +27,12 @@ from transformers import (
 
 from luna_mega import LunaConfig, MegaConfig
 from luna_mega.training.models import label_fields, make_config
-from luna_mega.training.tokenizers import make_bytes, train_joint_bpe, train_words
+from luna_mega.training.tokenizers import make_bytes, train_words
 from tests.examples.runs import assert_error
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 RECIPES = sorted((EXAMPLES / "recipes").rglob("*.yaml"))
-SCRIPTS = {"lra": "lra.run_lra"}
 
 
 class Parsed(NamedTuple):
@@ -64,7 +63,7 @@ def parsed(script, tmp_path, monkeypatch):
             options += ["--model_name_or_path", str(tmp_path)]
         if path.stem.startswith("pretrained") or (task, path.stem) == ("glue", "table9"):
             options += ["--task_name", "rte"]
-        return Parsed(*script(SCRIPTS.get(task, f"run_{task}")).parse(options))
+        return Parsed(*script("lra.run_lra" if task == "lra" else f"run_{task}").parse(options))
 
     return parse
 
@@ -99,27 +98,29 @@ def test_recipe_is_complete(path, parsed):
         assert task.data.task_name == path.stem.split("_")[0]
 
 
-@pytest.mark.parametrize("units", [False, True])
-@pytest.mark.parametrize("where", ["--bf16", "recipe"])
-def test_bf16_auto(script, tmp_path, monkeypatch, where, units):
-    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: dict.fromkeys(("avx512_bw", "avx512_bf16"), units))
-    (tmp_path / "recipe.yaml").write_text("bf16: auto\n", encoding="utf-8")
-    options = ["--bf16", "auto"] if where == "--bf16" else ["--recipe", str(tmp_path / "recipe.yaml")]
-    options += ["--task_name", "sst2", "--do_train", "--output_dir", str(tmp_path / "out"), "--use_cpu"]
-    _, _, training, _ = script("run_glue").parse(options)
-    assert training.bf16 is units and training.use_cpu
+CPUS = {  # instructions -> whether `true` and `auto` train in bfloat16; None = an error
+    ("avx2",): (None, False),
+    ("avx512_bw",): (True, False),
+    ("avx512_bw", "avx512_bf16"): (True, True),
+    ("amx_bf16",): (True, True),
+    ("bf16",): (True, False),
+}
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="bfloat16 of the accelerator")
-@pytest.mark.parametrize("flag", ["avx2", "avx512_bw", "amx_bf16", "bf16"])
-def test_bf16_on_a_cpu_that_emulates_it(script, tmp_path, monkeypatch, flag):
-    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"sse4_1": True, flag: True})
-    options = ["--bf16", "true", "--task_name", "sst2", "--do_train", "--output_dir", str(tmp_path / "out")]
-    if flag == "avx2":
-        message = "--bf16: this CPU has neither AVX-512 nor AMX and is far slower in bfloat16; pass --bf16 auto"
-        assert_error(script("run_glue").parse, message, options)
-    else:
-        assert script("run_glue").parse(options)[2].bf16
+@pytest.mark.parametrize("flags", CPUS, ids=lambda flags: flags[-1])
+def test_bf16_on_a_cpu(script, tmp_path, monkeypatch, flags):
+    """`auto`, also in a recipe, requires units for bfloat16; `true` is an error if it would be emulated slowly."""
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: dict.fromkeys(flags, True))
+    (tmp_path / "recipe.yaml").write_text("bf16: auto\n", encoding="utf-8")
+    options = ["--task_name", "sst2", "--do_train", "--output_dir", str(tmp_path / "out")]
+    for more, expected in zip((["--bf16", "true"], ["--recipe", f"{tmp_path}/recipe.yaml"]), CPUS[flags], strict=True):
+        if expected is None:
+            message = "--bf16: this CPU has neither AVX-512 nor AMX and is far slower in bfloat16; pass --bf16 auto"
+            assert_error(script("run_glue").parse, message, [*options, *more])
+        else:
+            training = script("run_glue").parse([*options, *more])[2]
+            assert training.bf16 is expected and training.use_cpu
 
 
 def make_config_of(path: Path, task: Parsed, script) -> tuple[type, PreTrainedConfig]:
@@ -226,9 +227,7 @@ def test_luna_of_table_9(parsed):
 
 
 @pytest.mark.parametrize(
-    "path",
-    [*sorted(EXAMPLES.glob("*.py")), EXAMPLES / "lra" / "run_lra.py"],
-    ids=lambda path: path.stem,
+    "path", [*sorted(EXAMPLES.glob("*.py")), EXAMPLES / "lra" / "run_lra.py"], ids=lambda path: path.stem
 )
 def test_script_answers_help(path, script, monkeypatch, capsys):
     """The help has the sentence of the script, then its own options, then those of Trainer, in one spelling."""
@@ -245,19 +244,14 @@ def test_script_answers_help(path, script, monkeypatch, capsys):
         assert len(groups) == 4 and "--output_dir" in text.split("\noptions of ")[1]
 
 
-@pytest.mark.parametrize("pretrained", [False, True])
 @pytest.mark.parametrize("family", ["luna", "mega"])
 @pytest.mark.parametrize("task", ["race", "csqa"])
-def test_small_recipes_fit_both_families(task, family, pretrained, script, tmp_path):
-    options = ["--recipe", EXAMPLES / "recipes" / task / f"{task}_small.yaml", "--output_dir", tmp_path, "--use_cpu"]
-    fields = {"hidden_size": 128, "num_hidden_layers": 2, "dropout": 0.1, "attention_dropout": 0.1, "pooling": "mean"}
-    if pretrained:
-        fields |= {"hidden_size": 24, "num_hidden_layers": 1}
-        saved = AutoConfig.for_model(family, vocab_size=400, hidden_size=24, num_hidden_layers=1)
-        saved.save_pretrained(tmp_path / "model")
-    options += ["--model_name_or_path", tmp_path / "model"] if pretrained else ["--model_type", family]
-    data, model, _, _ = script("run_race").parse([*map(str, options)])
-    config = make_config(model, train_joint_bpe([], 260, 512), data.max_seq_length)
-    assert {name: getattr(config, name) for name in fields} == fields and config.model_type == family
-    with torch.device("meta"):
-        AutoModelForMultipleChoice.from_config(config)
+def test_small_recipes_fit_both_families(task, family, script, tmp_path):
+    """Only a new model has the sizes of the recipe; both have its dropout."""
+    AutoConfig.for_model(family, vocab_size=400, hidden_size=24).save_pretrained(tmp_path / "model")
+    recipe = ["--recipe", str(EXAMPLES / "recipes" / task / f"{task}_small.yaml"), "--output_dir", str(tmp_path)]
+    for size, more in ((128, ["--model_type", family]), (24, ["--model_name_or_path", str(tmp_path / "model")])):
+        data, model, _, _ = script("run_race").parse([*recipe, "--use_cpu", *more])
+        config = make_config(model, words(256), data.max_seq_length)
+        assert (config.model_type, config.hidden_size, config.pooling) == (family, size, "mean")
+        assert (config.dropout, config.attention_dropout) == (0.1, 0.1)
