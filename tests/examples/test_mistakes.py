@@ -77,15 +77,6 @@ EVERY = [  # {folder} exists and is empty, {file} is a file, {missing} does not 
 ]
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_mistakes_of_every_script(name, main, folders, tmp_path, places):
-    for options, message in EVERY:
-        options, message = places(options, message)
-        assert_error(main, message, name, folders(name), *options, output=tmp_path / "out")
-    (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
-    assert_error(main, "checkpoint-5 already exists; pass --resume_from_checkpoint last", name, folders(name))
-
-
 SMALL = f"{TINY},position_embedding_type=none"
 MISTAKES = {
     "run_glue": [
@@ -186,12 +177,14 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_mistakes_of_a_script(name, main, folders, tmp_path, places):
-    for options, message in MISTAKES[name]:
+    for options, message in [*EVERY, *MISTAKES.get(name, [])]:
         if "requires timm" not in message or not find_spec("timm"):
             options, message = places(options, message)
             assert_error(main, message, name, folders(name), *options, output=tmp_path / "out")
+    (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
+    assert_error(main, "checkpoint-5 already exists; pass --resume_from_checkpoint last", name, folders(name))
 
 
 LM = ["--prompt", "a", "--model_name_or_path"]

@@ -3,48 +3,15 @@
 from importlib.util import find_spec
 
 import numpy as np
-import pandas as pd
 import pytest
 from datasets import Audio, Dataset
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from tests.examples.contract import RATE, SCRIPTS, TONES, clips as rows, tone
-from tests.examples.runs import TINY, assert_error, wav, write
+from tests.examples.contract import RATE, SCRIPTS, clips as rows, tone
+from tests.examples.runs import assert_error, wav
 
 RUN = ["run_audio", "--audio_column", "clip"]
 NEW = ["--do_train", "--max_steps", 1, *SCRIPTS["run_audio"].model]
-
-
-def test_another_rate_and_other_labels_than_the_model(run, tmp_path):
-    """The rows that are held out are not trained on; a rate or a label that differs from the model's is an error."""
-    folder, output = SCRIPTS["run_audio"].write(tmp_path / "tones", train=16, test=12), tmp_path / "out"
-    hold_out = ["--do_eval", "--hold_out", "take=2,3"]
-    summary = run(*NEW, "--dataset_path", folder, "--output_dir", output, *hold_out)
-    assert summary["train_samples"] == 8 and "eval_accuracy" in summary
-    source = ["--dataset_path", folder, "--model_name_or_path", output, "--output_dir", tmp_path / "other"]
-    assert_error(run, "--sampling_rate 500: .* has 1000", *source, "--do_predict", "--sampling_rate", 500)
-    test = rows(12, seed=12)
-    test[5]["label"] = 7
-    message = "out has the labels 0, 1, but not 7 of the data; rename the latter"
-    for split, option in (("validation", "--do_eval"), ("test", "--do_predict")):
-        write(test, folder / f"{split}.parquet")
-        assert_error(run, message, *source, option)
-
-
-def test_luna_names_as_labels_lists_and_another_rate(run, tmp_path):
-    for split, rate in (("train", RATE), ("validation", 2 * RATE), ("test", RATE)):
-        examples = rows(32, seed=1, rate=rate)
-        for row in examples:
-            row["clip"] = (np.frombuffer(row["clip"], "<i2") / 32768).tolist()
-            row["label"] = None if split == "test" else list(TONES)[row["label"]]
-        write(examples, tmp_path / "tones" / f"{split}.jsonl")
-    options = [*NEW, "--model_type", "luna", "--config_overrides", TINY, "--max_seconds", 0.05]
-    paths = ["--dataset_path", tmp_path / "tones", "--output_dir", tmp_path / "out"]
-    summary = run(*options, *paths, "--do_eval", "--do_predict")
-    config = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").config
-    assert config.id2label == {0: "high", 1: "low"} and config.max_position_embeddings == 50
-    assert "eval_accuracy" in summary and "test_accuracy" not in summary
-    assert set(pd.read_csv(tmp_path / "out" / "predictions.tsv", sep="\t")["prediction"]) <= set(TONES)
 
 
 def encode(script, split: Dataset, rate: int, **options) -> list[np.ndarray]:
@@ -107,12 +74,14 @@ def test_audio_files(run, tmp_path):
         assert_error(run, "torchcodec", *arguments)
 
 
-def test_a_model_that_reads_tokens(run, script, tmp_path):
+def test_models_that_do_not_fit(run, script, tmp_path):
+    """A model of another rate, a folder without a feature extractor, and a model that reads tokens."""
+    folder, text = SCRIPTS["run_audio"].write(tmp_path / "tones", train=8, test=4), tmp_path / "text"
+    run(*NEW, "--dataset_path", folder, "--output_dir", tmp_path / "out")
+    source = ["--dataset_path", folder, "--do_predict", "--output_dir", tmp_path / "other", "--model_name_or_path"]
+    assert_error(run, "--sampling_rate 500: .* has 1000", *source, tmp_path / "out", "--sampling_rate", 500)
     config = AutoConfig.for_model("mega", hidden_size=16, num_hidden_layers=1)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "text")
-    folder = SCRIPTS["run_audio"].write(tmp_path / "tones", train=4)
-    arguments = [*NEW, "--dataset_path", folder, "--output_dir", tmp_path / "out"]
-    arguments += ["--model_name_or_path", tmp_path / "text"]
-    assert_error(run, "preprocessor_config.json", *arguments)
-    script("run_audio").Wav2Vec2FeatureExtractor(sampling_rate=RATE).save_pretrained(tmp_path / "text")
-    assert_error(run, "text reads tokens .input_type., not values", *arguments)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(text)
+    assert_error(run, "preprocessor_config.json", *source, text)
+    script("run_audio").Wav2Vec2FeatureExtractor(sampling_rate=RATE).save_pretrained(text)
+    assert_error(run, "text reads tokens .input_type., not values", *source, text)
