@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
-from transformers import PreTrainedConfig, Seq2SeqTrainingArguments, TrainingArguments
+from transformers import PreTrainedConfig, Seq2SeqTrainingArguments
 
-from luna_mega.training import ModelArguments, arguments
+from luna_mega.training import ModelArguments
 from luna_mega.training.tokenizers import train_bpe, train_joint_bpe
 from luna_mega_cli import script_options
 from tests.examples.contract import SCRIPTS, texts
@@ -110,20 +110,6 @@ def test_options_reach_what_they_say(name, script, tmp_path):
         value, parts = REACHED[option]
         after = observe(script, name, data, f"--{option}", value)
         assert {part for part in before if after[part] != before[part]} == parts & before.keys(), option
-
-
-# Options with another meaning than the first name of their group: blocks of a stream of text, one column and not two.
-OTHER_MEANING = {"block_size": {"run_clm"}, "text_column": {"run_clm", "run_mlm", "eval_lm"}}
-
-
-def test_synonyms_are_no_options(script):
-    """The first name of a group is an option of a script or of Trainer; others are not, or mean another thing."""
-    options = {name: own_fields(script(name)) for name in (*SCRIPTS, "eval_lm", "generate_lm")}
-    used = set().union(*options.values(), (item.name for item in dataclasses.fields(TrainingArguments)))
-    for first, *others in arguments.SYNONYMS:
-        assert first in used, first
-        for other in set(others) - {"dataset_path"}:  # a folder instead of files
-            assert {name for name in options if other in options[name]} == OTHER_MEANING.get(other, set()), other
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,7 @@ def test_every_step_in_the_folder_of_an_earlier_run(demo, with_code, tmp_path, c
 @pytest.mark.slow
 @pytest.mark.exhaustive
 def test_models_of_the_demo_learn(script, tmp_path):
-    results = script("demo").main(["--output_dir", str(tmp_path)])
-    assert min(results.values()) > 0.85, results
+    assert min(script("demo").main(["--output_dir", str(tmp_path)]).values()) > 0.85
 
 
 def test_comparisons_of_the_demo_can_fail(demo, monkeypatch, tmp_path):
@@ -51,14 +50,6 @@ def test_comparisons_of_the_demo_can_fail(demo, monkeypatch, tmp_path):
     demo.train("luna", demo.load_sentences(0), demo.Arguments(num_train_epochs=0.1), tmp_path)
     monkeypatch.setattr(demo, "WITHOUT_PACKAGE", "print(0.5)")
     assert_error(demo.load_without_package, "the scores differ", tmp_path, "a message without parts")
-
-
-def test_sentences_have_no_duplicates_and_both_parts_have_every_class(script):
-    data = script("demo").load_sentences(0)
-    texts = [text for rows in data.values() for text in rows["text"]]
-    assert len(texts) > 2000
-    assert set(data["test"]["labels"]) == {0, 1, 2} == set(data["train"]["labels"])
-    assert data["test"]["text"][:] != script("demo").load_sentences(1)["test"]["text"][:]
 
 
 @pytest.mark.parametrize("kind", ["texts", "pairs", "scores"])
@@ -86,9 +77,8 @@ def test_data_without_a_bag_of_words(script, tmp_path):
     ):
         for name, rows in (("train", train), ("test", [test])):
             write([{"text": text, "label": label} for text, label in rows], tmp_path / "data" / f"{name}.jsonl")
-        assert_error(
-            script("bag_of_words").main, message, ["--dataset_path", str(tmp_path / "data"), "--split", "test"]
-        )
+        options = ["--dataset_path", str(tmp_path / "data"), "--split", "test"]
+        assert_error(script("bag_of_words").main, message, options)
 
 
 RATE = 4000

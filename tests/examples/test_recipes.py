@@ -2,10 +2,8 @@
 
 import ast
 import functools
-import math
 import re
 import runpy
-import shlex
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +20,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
-    get_scheduler,
 )
 
-from luna_mega import LunaConfig, MegaConfig
+from luna_mega import MegaConfig
 from luna_mega.training.models import label_fields, make_config
 from luna_mega.training.tokenizers import make_bytes, train_words
 from tests.examples.runs import assert_error
@@ -175,55 +172,6 @@ def test_model_of_a_recipe(path, parsed, script):
     if path.parent.name == "clm" and path.stem.startswith("compare"):
         assert parameters == pytest.approx(2.46e6, rel=0.01)
     assert not path.stem.startswith("multi30k") or parameters < 12e6
-
-
-@pytest.mark.parametrize(
-    "name, gpus, batch, chunks, chunk, blocks, tokens",
-    [
-        ("wikitext103", 24, 6144, (2, 6), 2048, 10, 245_569),
-        ("enwik8", 8, 8192, (2, 4), 4096, 50, 5_000_000),
-    ],
-)
-def test_language_model_of_the_paper(name, gpus, batch, chunks, chunk, blocks, tokens, parsed, script, tmp_path):
-    """The recipe has the steps of Mega's Table 9, and evaluates as the original code does for Table 5."""
-    path = EXAMPLES / "recipes" / "clm" / f"{name}_mega.yaml"
-    task, text = parsed(path), path.read_text(encoding="utf-8")
-    training, (_, config) = task.training, make_config_of(path, task, script)
-    assert task.data.block_size * training.per_device_train_batch_size == batch and f"for {gpus} GPUs" in text
-    draw, numbers = script("run_clm").draw_length(task.data, config), torch.Generator().manual_seed(0)
-    lengths = {int(draw({}, numbers)["length"]) for _ in range(200)}
-    assert lengths == {count * config.chunk_size for count in range(chunks[0], chunks[1] + 1)}
-    assert (training.max_steps, training.learning_rate, training.weight_decay) == (400_000, 5e-3, 0.1)
-    assert (training.adam_beta1, training.adam_beta2, training.max_grad_norm) == (0.9, 0.98, 1.0)
-    check_linear(training, 24_000, 400_000)
-
-    assert math.ceil((tokens - 1) / task.data.eval_context) == blocks and task.data.eval_segment % chunk == 0
-    (command,) = re.findall(r"examples/eval_lm.py ([^\n]*(?:\n#       .*)*)", text)
-    command = re.sub(r"outputs/\w+|data/\w+", shlex.quote(str(tmp_path)), command.replace("\\\n#", ""))
-    arguments = script("eval_lm").parse(shlex.split(command))
-    assert (arguments.eval_context, arguments.chunk_size) == ([task.data.eval_context], [chunk])
-    assert (arguments.eval_segment, arguments.split) == (task.data.eval_segment, "test")
-
-
-def check_linear(training, warmup, total):
-    """Check that the learning rate increases until step `warmup` and reaches 0 at step `total`."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=training.learning_rate)
-    schedule = get_scheduler(training.lr_scheduler_type, optimizer, training.get_warmup_steps(total), total)
-    factor = schedule.lr_lambdas[0]
-    assert factor(warmup) == 1.0 and factor(total) == 0.0
-    assert factor(warmup // 2) == pytest.approx(0.5, rel=1e-3) == factor((warmup + total) // 2)
-
-
-def test_luna_of_table_9(parsed):
-    """Fine-tuning on GLUE has the steps of Table 9 of Luna: 20 epochs in batches of 32, 6 % of them with warmup."""
-    task = parsed(EXAMPLES / "recipes" / "glue" / "table9.yaml")
-    config, training = LunaConfig.base_512(), task.training
-    config.update_from_string(task.model.config_overrides)
-    assert (config.dropout, config.attention_dropout, config.activation_dropout) == (0.1, 0.1, 0.1)
-    assert (training.learning_rate, training.weight_decay, training.num_train_epochs) == (1e-5, 0.1, 20)
-    assert training.per_device_train_batch_size == 32
-    for epoch in (2105, 3274, 11371):  # batches of SST-2, QNLI and QQP
-        check_linear(training, math.ceil(0.06 * 20 * epoch), 20 * epoch)
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,9 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self):
-        self.reply(with_content=False)
+        self.do_GET(with_content=False)
 
-    def do_GET(self):
-        self.reply(with_content=True)
-
-    def reply(self, with_content):
+    def do_GET(self, with_content=True):
         content = self.files.get(self.path)
         if content is None:
             self.send_error(404)
@@ -265,18 +262,6 @@ def test_hostile_archives(reproduce, tmp_path, checked, members):
     assert {path.name for path in tmp_path.iterdir()} == {"x", "data.tar", "out"}
     left = [path.resolve() for path in (tmp_path / "out").rglob("*")]
     assert all(path.is_relative_to(tmp_path / "out") for path in left) and removed == bool(left)
-
-
-def test_hard_link_to_a_relative_link(script, tmp_path):
-    """In another folder, the relative link has another target; some versions of Python permit it."""
-    archive = io.BytesIO(tarred(("a/b/c", LINK, "../../x"), FILE, ("c", HARD, "a/b/c")))
-    *others, link = tarfile.open(fileobj=archive).getmembers()
-    for member in others:
-        script("reproduce").check_member(member, tmp_path)
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "c").symlink_to("../../x")
-    with pytest.raises(tarfile.TarError, match="'c' is neither a file nor a folder"):
-        script("reproduce").check_member(link, tmp_path)
 
 
 def test_modes_and_links_of_archives(script, tmp_path, checked):

@@ -35,6 +35,16 @@ def test_windows_of_an_epoch_have_as_many_tokens_as_the_text():
     assert all(torch.equal(window["shift_labels"], window["input_ids"] + 1) for window in windows)
 
 
+def test_blocks_have_random_numbers_of_chunks(script):
+    """With `--min_block_size`, as in appendix D.3 of Mega."""
+    data = script("run_clm").DataArguments(block_size=24, min_block_size=8)
+    draw = script("run_clm").draw_length(data, MegaConfig(use_chunking=True, chunk_size=8))
+    numbers = torch.Generator().manual_seed(0)
+    assert {int(draw({}, numbers)["length"]) for _ in range(50)} == {8, 16, 24}
+    blocks = [{"input_ids": torch.arange(24), "length": torch.tensor(length)} for length in (16, 8)]
+    assert script("run_clm").collate(blocks)["input_ids"].shape == (2, 16)
+
+
 def test_streams_continue_after_the_previous_batch():
     streams = language_modeling.Streams(torch.arange(100), length=7, batch_size=3)
     batches = [[streams[step * 3 + row] for row in range(3)] for step in range(len(streams) // 3)]
