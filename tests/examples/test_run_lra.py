@@ -98,10 +98,11 @@ def test_pathfinder(script, size, count):
         assert image.label == (tuple(image.discs.tolist()) in ends)
         assert image.snakes.shape == (2, sizes.contour_length + 1, 2)
         assert image.pixels.shape == (size, size) and image.pixels.min() == 0 and image.pixels.max() == 255
-        light = [
-            image.pixels[max(y - 1, 0) : y + 2, max(x - 1, 0) : x + 2].max() for y, x in image.snakes.reshape(-1, 2)
-        ]
-        assert min(light) > 60 and np.median(image.pixels) < 20
+        for snake in image.snakes:  # paddles end at their heads
+            back = snake[1:-1] - snake[2:]
+            steps = 0.6 * sizes.paddle_length * back / np.linalg.norm(back, axis=1, keepdims=True)
+            light = image.pixels[tuple(np.round(snake[2:] + steps).astype(int).T)]
+            assert (light > 40).mean() > 0.8 and np.median(image.pixels) < 20
         assert min(image.pixels[tuple(disc)] for disc in image.discs) > 165
 
 
