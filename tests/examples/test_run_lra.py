@@ -294,13 +294,6 @@ def test_convention_of_the_luna_paper(run, tmp_path):
     assert (config.hidden_size, config.num_attention_heads, config.max_position_embeddings) == (16, 2, 32)
 
 
-def test_lengths_of_the_benchmark(script):
-    """Maximum lengths of Tay et al. (2021); sequences of the image tasks have one position per pixel."""
-    lengths = {name: task.max_length for name, task in script("lra.tasks").TASKS.items()}
-    pixels = {"image": 32**2, "pathfinder": 32**2, "pathx": 128**2}
-    assert lengths == pixels | {"listops": 2000, "text": 4096, "retrieval": 4000}
-
-
 def test_weight_decay_of_a_convention(run, tmp_path):
     """It applies to all parameters in the papers; here, norms keep their weights. A step sets decayed ones to 0."""
     decay = ["--learning_rate", 0.1, "--weight_decay", 10, "--max_steps", 1]

@@ -8,7 +8,6 @@ from hypothesis import given, strategies as st
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
     PreTrainedTokenizerFast,
     TrainerCallback,
     TrainerState,
@@ -29,19 +28,14 @@ from luna_mega.training.tokenizers import (
     train_words,
 )
 from luna_mega.training.trainer import OrderedTrainer, ProgressBar
-from tests.examples.contract import reviews
-from tests.examples.runs import assert_error, write
+from tests.examples.runs import assert_error
 
 TEXTS = ["the quick brown fox", "the lazy dog", "quick dogs and lazy foxes"] * 20
 
 
-@pytest.fixture(scope="module")
-def bpe():
-    return train_bpe(TEXTS, vocab_size=300, model_max_length=64)
-
-
-def test_bpe(bpe, tmp_path):
+def test_bpe(tmp_path):
     """Ids and formats of RoBERTa; the first word has a leading space, and the mask takes the space before it."""
+    bpe = train_bpe(TEXTS, vocab_size=300, model_max_length=64)
     assert bpe.convert_tokens_to_ids(["<s>", "<pad>", "</s>", "<unk>"]) == [0, 1, 2, 3]
     assert bpe.mask_token_id == len(bpe) - 1 < 300 and bpe.model_max_length == 64
     first, second = (bpe(text, add_special_tokens=False)["input_ids"] for text in ("the fox", "dogs"))
@@ -79,21 +73,6 @@ def test_words():
     words = train_words(["a a a b b c", "a <unk> <unk>\td"], vocab_size=6)
     assert words.get_vocab() == {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 4, "b": 5}
     assert words("a c <unk>b", add_special_tokens=False)["input_ids"] == [4, 3, 3, 5]
-
-
-def test_v4_folder_is_fine_tuned_on_glue(call, parity_folder, tmp_path):
-    """A folder of transformers 4 keeps its weights and the conventions of its norms and biases."""
-    folder, output = parity_folder("mega", "hf_mlm_softmax_rotary_rmsnorm"), tmp_path / "out"
-    # these folders have 100 tokens, fewer than a byte-level BPE needs
-    train_words([row["text"] for row in reviews(16, seed=0)], 100).save_pretrained(tmp_path / "words")
-    write(reviews(16, seed=0), tmp_path / "data" / "train.jsonl")
-    model = ["--task_name", "sst2", "--dataset_path", tmp_path / "data", "--max_seq_length", 24, "--do_train"]
-    model += ["--model_name_or_path", folder, "--ignore_mismatched_sizes", "--tokenizer_name", tmp_path / "words"]
-    call("run_glue", *model, "--output_dir", output, "--max_steps", 1, "--learning_rate", 0)
-    before, after = (AutoModelForSequenceClassification.from_pretrained(path).mega for path in (folder, output))
-    torch.testing.assert_close(dict(after.named_parameters()), dict(before.named_parameters()), rtol=0, atol=0)
-    assert after.config.legacy_bias_table == before.config.legacy_bias_table
-    assert after.config.legacy_rms_norm and before.config.legacy_rms_norm
 
 
 LENGTHS = {
