@@ -53,6 +53,12 @@ def test_augmentation(script):
     noise = [(augment(random_noise=0.5) - clip).std() / clip.std() for _ in range(50)]
     assert min(noise) < 0.1 and 0.4 < max(noise) < 0.6
 
+    split = Dataset.from_dict({"input_values": [clip, clip], "labels": [0, 1]})
+    moved = module.augment_split(split, RATE, module.DataArguments(random_noise=0.1), 0)
+    first, second = (row["input_values"] for row in moved)
+    moved.set_epoch(1)
+    assert (second != first).any() and (moved[0]["input_values"] != first).any()
+
 
 def test_audio_files(run, tmp_path):
     """Embedded files are decoded if a decoder is installed; else the error names the package to install."""
