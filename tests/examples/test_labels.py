@@ -165,6 +165,8 @@ EVALUATED = {  # the labels of a head and of the data -> the outputs of the latt
     "names in another case": (["BAD", "good"], ["Good", "bad"], {"Good": 1, "bad": 0}),
     "names that differ in case": (["A", "a"], ["a"], {"a": 1}),
     "ids": (["LABEL_0", "LABEL_1", "LABEL_2"], ["0", "2"], {"0": 0, "2": 2}),
+    "ids of pandas": (["LABEL_0", "LABEL_1"], ["-1.0", "1.0"], {"1.0": 1}),  # other rows of the column are empty
+    "numbers of pandas": (["0", "1"], ["-1.0", "1.0"], {"1.0": 1}),
     "default names": (["LABEL_0", "LABEL_1"], ["LABEL_1", "LABEL_0"], {"LABEL_1": 1, "LABEL_0": 0}),
     "ids of names": (["a", "b"], ["0", "1"], "has the labels a, b, but not 0, 1 of the data; rename the latter"),
     "fewer names": (["LABEL_0", "LABEL_1", "LABEL_2"], ["a", "b"], "3 labels without names, but the data has 2: a, b"),
@@ -187,7 +189,7 @@ def test_labels_of_a_head(case, tmp_path, capsys):
     else:
         labels = match_labels(arguments, names, training)
         assert labels.names == (names if case.startswith("no names") else own)
-        assert {name: labels.outputs[name] for name in names} == expected
+        assert {name: labels.outputs[name] for name in expected} == expected
         assert ("has no label names" in capsys.readouterr().out) == (case == "no names")
     if case == "other names":
         arguments.ignore_mismatched_sizes = True
