@@ -86,6 +86,7 @@ def match_labels(model: CheckpointArguments, names: Sequence[str], training: Tra
     folded = {name.casefold(): index for name, index in outputs.items()}
     if len(folded) == len(own):
         outputs |= {name: folded[name.casefold()] for name in names if name.casefold() in folded}
+    outputs |= {name: outputs[_whole(name)] for name in names if name not in outputs and _whole(name) in outputs}
     if not training.do_train:
         names = [name for name in names if name in outputs or not _is_unknown(name)]
     unknown = [name for name in names if name not in outputs]
@@ -108,8 +109,8 @@ def _match_order(
     if training.do_train or own is None:
         return Labels(list(names), outputs)
     known = [name for name in names if not _is_unknown(name)]
-    if all(name.isdecimal() and int(name) < len(own) for name in known):  # ids, or no labels
-        return Labels(own, {name: int(name) for name in known})
+    if all(_whole(name).isdecimal() and int(_whole(name)) < len(own) for name in known):  # ids, or no labels
+        return Labels(own, {name: int(_whole(name)) for name in known})
     names = known if len(known) == len(own) else names
     if len(names) != len(own):
         fail(f"{source} has {len(own)} labels without names, but the data has {len(names)}: {_listed(names)}")
@@ -130,7 +131,12 @@ def _listed(names: Iterable[str], most: int = 20) -> str:
 
 def _is_unknown(name: str) -> bool:
     """Return whether a label name means "no label" unless it is a class."""
-    return name.strip().casefold() in UNKNOWN
+    return _whole(name.strip()).casefold() in UNKNOWN
+
+
+def _whole(name: str) -> str:
+    """Return "1" for "1.0", as which pandas writes an integer in a CSV file if other rows are empty."""
+    return name.partition(".")[0] if re.fullmatch(r"-?[0-9]+\.0+", name) else name
 
 
 def class_numbers(
@@ -154,9 +160,7 @@ def class_numbers(
     labels, numbers = _read_labels(split, column, name, classes), []
     problem = f"not one of {_listed(outputs)}"
     for row, label in enumerate(labels):
-        number = -100 if label is None else outputs.get(label)
-        if number is None and re.fullmatch(r"-?[0-9]+\.0+", label):  # "1.0" in a CSV file
-            number = outputs.get(label.partition(".")[0])
+        number = -100 if label is None else outputs.get(label, outputs.get(_whole(label)))
         if number is None and not _is_unknown(label):
             fail(f"split {name}, row {row}: label {split[column][row]!r} is {problem}")
         numbers.append(-100 if number is None else number)

@@ -68,15 +68,9 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def without_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plot only with the fixture `with_plots`, because a plot takes longer than two steps of a tiny model."""
-    if "with_plots" not in request.fixturenames:
-        monkeypatch.setattr("luna_mega.training.runs.plot_losses", lambda *_: None)
-
-
-@pytest.fixture
-def with_plots() -> None:
-    """Plot the losses as users do."""
+def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plot only in other processes, because a plot takes longer than two steps of a tiny model."""
+    monkeypatch.setattr("luna_mega.training.runs.plot_losses", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)

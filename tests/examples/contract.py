@@ -25,6 +25,7 @@ from transformers import (
     AutoTokenizer,
 )
 
+from luna_mega.escaping import tsv_field
 from tests.examples.runs import TINY, sentence, write
 
 MEGA = "hidden_size=16,num_hidden_layers=1,intermediate_size=16,nffn_hidden_size=16,shared_representation_size=8"
@@ -45,8 +46,8 @@ def reviews(size: int, seed: int) -> list[dict]:
 
 
 def named_reviews(size: int, seed: int) -> list[dict]:
-    """Return reviews with the names of their labels."""
-    return [row | {"label": ("bad", "good")[row["label"]]} for row in reviews(size, seed)]
+    """Return reviews with the names of their labels; a tab is written as an escape."""
+    return [row | {"label": ("bad", "go\tod")[row["label"]]} for row in reviews(size, seed)]
 
 
 def texts(size: int, seed: int) -> list[str]:
@@ -123,7 +124,7 @@ def classify(inputs: Callable[..., dict[str, torch.Tensor]], names: str | None =
     def predict(module: ModuleType, model: Any, processor: Any, rows: list[dict]) -> list[str]:
         with torch.no_grad():
             best = model(**inputs(module, processor, rows)).logits.argmax(-1).tolist()
-        return [str((names or model.config.id2label)[index]) for index in best]
+        return [tsv_field(str((names or model.config.id2label)[index])) for index in best]
 
     return predict
 
@@ -160,8 +161,19 @@ def translate(module: ModuleType, model: Any, tokenizer: Any, rows: list[dict]) 
     return [tokenizer.decode(ids, skip_special_tokens=True) for ids in found]
 
 
+def is_right(summary: dict) -> bool:
+    """Return whether nearly all validation rows are classified correctly."""
+    return summary["eval_accuracy"] > 0.9
+
+
+LUNA = ["--config_overrides", f"{TINY},dropout=0.1,pooling=mean", "--vocab_size", 300]
+SMALL_MEGA = ["--model_type", "mega", "--config_overrides"]
+EIGHT = ["--config_overrides", f"{TINY},max_position_embeddings=8"]
+REDUCED = "--max_seq_length {} is reduced to 8, because the model has 8 positions"
+
+
 class Script(NamedTuple):
-    """A training script.
+    """A training script; the defaults are those of a classifier of texts.
 
     Attributes:
         rows: Function of a number and a seed that returns rows of the data.
@@ -182,20 +194,20 @@ class Script(NamedTuple):
     """
 
     rows: Callable[[int, int], list[dict]]
-    model: list
-    auto: type
-    learned: Callable[[dict], bool]
-    steps: int
+    model: list = LUNA
+    auto: type = AutoModelForSequenceClassification
+    learned: Callable[[dict], bool] = is_right
+    steps: int = 40
     data: list = []
-    short: list = []
-    predict: Predict | None = None
-    written: str | None = None
-    texts: tuple[str, ...] = ()
-    label: str | None = None
-    suffix: str = "parquet"
+    short: list = ["--max_seq_length", 32]
+    predict: Predict | None = classify(read_texts)
+    written: str | None = "predictions.tsv"
+    texts: tuple[str, ...] = ("text",)
+    label: str | None = "label"
+    suffix: str = "jsonl"
     processor: type = AutoTokenizer
-    limits: list = []
-    reduced: tuple[str, ...] = ()
+    limits: list = EIGHT
+    reduced: tuple[str, ...] = (REDUCED.format(512),)
 
     def write(self, folder: Path, **sizes: int) -> Path:
         """Write splits of these sizes, and return their folder."""
@@ -204,126 +216,78 @@ class Script(NamedTuple):
         return folder
 
 
-def is_right(summary: dict) -> bool:
-    """Return whether nearly all validation rows are classified correctly."""
-    return summary["eval_accuracy"] > 0.9
-
-
-LUNA = ["--config_overrides", f"{TINY},dropout=0.1,pooling=mean", "--vocab_size", 300]
-EIGHT = ["--config_overrides", f"{TINY},max_position_embeddings=8"]
-REDUCED = "--max_seq_length {} is reduced to 8, because the model has 8 positions"
+WITHOUT_LABELS: dict[str, Any] = {"predict": None, "written": None, "label": None}
+WITHOUT_TEXTS: dict[str, Any] = {"texts": (), "suffix": "parquet", "limits": [], "reduced": (), "short": []}
 SCRIPTS = {
     "run_glue": Script(
-        rows=reviews,
-        model=LUNA,
-        auto=AutoModelForSequenceClassification,
-        learned=is_right,
-        steps=40,
+        reviews,
         data=["--task_name", "sst2"],
-        short=["--max_seq_length", 32],
         predict=classify(read_texts, "01"),
         written="SST-2.tsv",
         texts=("sentence",),
-        label="label",
         suffix="csv",
-        limits=EIGHT,
         reduced=(REDUCED.format(128),),
     ),
-    "run_text_classification": Script(
-        rows=named_reviews,
-        model=LUNA,
-        auto=AutoModelForSequenceClassification,
-        learned=is_right,
-        steps=40,
-        short=["--max_seq_length", 32],
-        predict=classify(read_texts),
-        written="predictions.tsv",
-        texts=("text",),
-        label="label",
-        suffix="jsonl",
-        limits=EIGHT,
-        reduced=(REDUCED.format(512),),
-    ),
+    "run_text_classification": Script(named_reviews),
     "run_race": Script(
-        rows=questions,
-        model=LUNA,
+        questions,
         auto=AutoModelForMultipleChoice,
         learned=lambda summary: summary["eval_accuracy"] > 0.8,
         steps=48,
         short=["--max_seq_length", 48],
         predict=classify(read_options, "ABCD"),
-        written="predictions.tsv",
         texts=("article", "question"),
         label="answer",
-        limits=EIGHT,
-        reduced=(REDUCED.format(512),),
+        suffix="parquet",
     ),
     "run_mlm": Script(
-        rows=lines,
-        model=LUNA,
+        lines,
         auto=AutoModelForMaskedLM,
         learned=lambda summary: summary["eval_perplexity"] < 20,
-        steps=40,
-        short=["--max_seq_length", 32],
-        texts=("text",),
-        limits=EIGHT,
-        reduced=(REDUCED.format(512),),
+        suffix="parquet",
+        **WITHOUT_LABELS,
     ),
     "run_clm": Script(
-        rows=lines,
-        model=["--model_type", "mega", "--config_overrides", CHUNKS],
+        lines,
+        model=[*SMALL_MEGA, CHUNKS],
         auto=AutoModelForCausalLM,
         learned=lambda summary: summary["eval_loss"] < 2.2,
         steps=32,
         data=["--tokenization", "char", "--line_end", "newline"],
         short=["--block_size", 16, "--eval_context", 32],
-        texts=("text",),
-        suffix="jsonl",
         limits=["--model_type", "luna", *EIGHT],
         reduced=("--block_size 512 is reduced to 8", "--eval_context 8192 is reduced to 8"),
+        **WITHOUT_LABELS,
     ),
     "run_audio": Script(
-        rows=clips,
-        model=["--model_type", "mega", "--config_overrides", f"{CHUNKS},pooling=mean,normalization_type=batchnorm"],
-        auto=AutoModelForSequenceClassification,
-        learned=is_right,
+        clips,
+        model=[*SMALL_MEGA, f"{CHUNKS},pooling=mean,normalization_type=batchnorm"],
         steps=32,
         data=["--audio_column", "clip"],
         predict=classify(read_clips),
-        written="predictions.tsv",
-        label="label",
         processor=AutoFeatureExtractor,
+        **WITHOUT_TEXTS,
     ),
     "run_image_classification": Script(
-        rows=images,
-        model=["--model_type", "mega", "--config_overrides", f"{MEGA},pooling=mean", "--patch_size", 4],
+        images,
+        model=[*SMALL_MEGA, f"{MEGA},pooling=mean", "--patch_size", 4],
         auto=AutoModelForImageClassification,
-        learned=is_right,
         steps=32,
         data=["--center_crop", "false"],
         predict=classify(read_images),
-        written="predictions.tsv",
-        label="label",
         processor=AutoImageProcessor,
+        **WITHOUT_TEXTS,
     ),
     "lra.run_lra": Script(
-        rows=reviews,
+        reviews,
         model=["--config_overrides", f"{TINY},dropout=0.1"],
-        auto=AutoModelForSequenceClassification,
         learned=lambda summary: 0 <= summary["eval_accuracy"] <= 1,
         steps=8,
         data=["--task_name", "text"],
-        short=["--max_seq_length", 32],
-        predict=classify(read_texts),
-        written="predictions.tsv",
-        texts=("text",),
-        label="label",
-        suffix="jsonl",
-        limits=EIGHT,
         reduced=(REDUCED.format(4096),),
     ),
     "run_translation": Script(
-        rows=pairs,
+        pairs,
         model=["--config_overrides", f"{TINY},dropout=0.1", "--vocab_size", 270],
         auto=AutoModelForSeq2SeqLM,
         learned=lambda summary: 0 <= summary["eval_bleu"] <= 100,
@@ -331,6 +295,9 @@ SCRIPTS = {
         short=["--max_source_length", 24, "--max_target_length", 24],
         predict=translate,
         written="translations.test.de",
+        texts=(),
+        label=None,
+        suffix="parquet",
         limits=["--config_overrides", f"{TINY},max_position_embeddings=9,max_target_positions=7", "--vocab_size", 270],
         reduced=("--max_source_length 128 is reduced to 9", "--max_target_length 128 is reduced to 7"),
     ),

@@ -1,10 +1,13 @@
 """Helpers shared by the tests of several example scripts."""
 
+import io
 import json
 import random
+import wave
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 
@@ -37,6 +40,15 @@ def write_splits(make: Callable[..., list[dict]], folder: Path, **sizes: int) ->
     for name, size in sizes.items():
         write(make(size, seed=size), folder / f"{name}-00000-of-00001.parquet")
     return folder
+
+
+def wav(samples: np.ndarray, rate: int = 16_000) -> bytes:
+    """Return a WAV file of 16-bit samples."""
+    file = io.BytesIO()
+    with wave.open(file, "wb") as clip:
+        clip.setparams((1, 2, rate, 0, "NONE", ""))
+        clip.writeframes(samples.astype("<i2").tobytes())
+    return file.getvalue()
 
 
 def assert_error(run: Callable, message: str, *arguments: object, output: Path | None = None) -> None:

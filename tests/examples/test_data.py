@@ -2,7 +2,8 @@
 
 import gzip
 import io
-import time
+import sys
+from functools import partial
 from types import SimpleNamespace
 
 import datasets
@@ -10,18 +11,15 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
+import torch
 from datasets import Dataset, load_dataset
-from huggingface_hub import DatasetCard, constants
+from huggingface_hub import DatasetCard
 from hypothesis import given, strategies as st
 from PIL import Image
-from transformers import AutoConfig, TrainingArguments
+from transformers import AutoModelForImageClassification
 
-from luna_mega import MegaConfig, MegaForCausalLM
 from luna_mega.training import data, images
-from luna_mega.training.language_modeling import load_language_model
-from luna_mega.training.models import ModelArguments, make_both_tokenizers
-from luna_mega.training.runs import Run
-from luna_mega.training.tokenizers import train_joint_bpe
+from tests.examples.contract import HALVES, SCRIPTS, draw_pixels
 from tests.examples.runs import assert_error, write
 
 
@@ -53,18 +51,6 @@ def test_names_of_folders_are_not_patterns(tmp_path_factory, name):
         (folder / name / "train").mkdir()
         message = "datasets reads .* as a pattern; rename the folder"
         assert_error(data.load_splits, message, {"train": None}, source)
-
-
-def test_no_validation_split_on_the_hub(script, monkeypatch, tmp_path):
-    split = Dataset.from_dict({"text": ["a film"], "label": [0]})
-    monkeypatch.setattr(data, "load_from_hub", lambda *args, **options: {"train": split, "test": split})
-    options = {"dataset_name": "a/b"}
-    for made, advice in (
-        (script("run_text_classification").DataArguments(**options), "pass --validation_share to use a part of the sp"),
-        (script("run_mlm").DataArguments(**options), "pass a dataset or, with --dataset_path, a folder that has it"),
-    ):
-        message = f"a/b has no split validation, only train, test; {advice}"
-        assert_error(data.load_splits, message, {"train": None, "validation": None}, made)
 
 
 LAYOUTS = ("flat", "nested", "fixed")
@@ -135,107 +121,125 @@ def test_image_files(channels):
         assert image.mode == ("RGB" if channels == 3 else "L") and (np.array(image.convert("L")) == GRAYS).all()
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (as_file(GRAYS.astype(np.uint16) * 257, "png"), "its pixels are from 771 to 65535; convert them to 0 to 255"),
-        (as_file(GRAYS.astype(np.int32) - 10, "tiff"), "its pixels are from -7 to 245; convert them to 0 to 255"),
-        (
-            as_file((GRAYS / 255).astype(np.float32), "tiff"),
-            "its pixels are floating-point numbers up to 1; convert the",
-        ),
-        (as_file(np.full((8, 8), np.nan, np.float32), "tiff"), "its pixels are from nan to nan; convert them to 0 to "),
-        (as_file(GRAYS.astype(np.uint8), "png")[:50], "an image cannot be read"),
-        (b"12345", "an image cannot be read"),
-        ([[1] * 16] * 4, r"its pixels have the shape \[4, 16\]; only square gray images"),
-        ([[[1] * 4] * 8] * 8, r"its pixels have the shape \[8, 8, 4\]; only square gray images"),
-        ([1] * 5, "an image cannot be read: cannot reshape array of size 5"),
-        ([None, 1, 1, 1], "has pixels that are NaN or None"),
-        (["1"] * 4, "contains lists of string; pixels are numbers"),
-    ],
-)
-def test_invalid_images(value, message):
-    assert_error(read, message, Dataset.from_dict({"image": [value] * 2}))
+INVALID = [
+    (as_file(GRAYS.astype(np.uint16) * 257, "png"), "its pixels are from 771 to 65535; convert them to 0 to 255"),
+    (as_file(GRAYS.astype(np.int32) - 10, "tiff"), "its pixels are from -7 to 245; convert them to 0 to 255"),
+    (as_file((GRAYS / 255).astype(np.float32), "tiff"), "its pixels are floating-point numbers up to 1; convert the"),
+    (as_file(np.full((8, 8), np.nan, np.float32), "tiff"), "its pixels are from nan to nan; convert them to 0 to 255"),
+    (as_file(GRAYS.astype(np.uint8), "png")[:50], "an image cannot be read"),
+    (b"12345", "an image cannot be read"),
+    ([[1] * 16] * 4, r"its pixels have the shape \[4, 16\]; only square gray images"),
+    ([[[1] * 4] * 8] * 8, r"its pixels have the shape \[8, 8, 4\]; only square gray images"),
+    ([1] * 5, "an image cannot be read: cannot reshape array of size 5"),
+    ([None, 1, 1, 1], "has pixels that are NaN or None"),
+    (["1"] * 4, "contains lists of string; pixels are numbers"),
+]
 
 
-NAME, COMMIT = "tester/cached", "0" * 40
+def test_invalid_images():
+    for value, message in INVALID:
+        assert_error(read, message, Dataset.from_dict({"image": [value] * 2}))
 
 
 @pytest.fixture
-def no_network(offline, monkeypatch, tmp_path):
-    """Let connections fail, with the pauses of the libraries, and fill the caches with a model and a dataset."""
-    cache = tmp_path / "hub" / "models--tester--cached"
-    (cache / "refs").mkdir(parents=True)
-    (cache / "refs" / "main").write_text(COMMIT, encoding="utf-8")
-    tokenizer = train_joint_bpe(["abcdefgh"], 300, 8)
-    tokenizer.save_pretrained(cache / "snapshots" / COMMIT)
-    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "shared_representation_size": 8}
-    config = MegaConfig(vocab_size=len(tokenizer), is_decoder=True, bidirectional=False, **sizes)
-    MegaForCausalLM(config).save_pretrained(cache / "snapshots" / COMMIT)
+def classify(call, tmp_path):
+    """Return a function that runs run_image_classification.py on the images in `data`."""
+    row = SCRIPTS["run_image_classification"]
+    paths = ["--dataset_path", tmp_path / "data", "--output_dir", tmp_path / "out", *row.data]
+    return partial(call, "run_image_classification", *paths, "--per_device_train_batch_size", 8)
+
+
+NEW = ["--do_train", "--max_steps", 1, *SCRIPTS["run_image_classification"].model]
+
+
+def test_models_of_other_images(classify, tmp_path):
+    """The folder of a model has the image size, the channels and the evaluation transform."""
+    SCRIPTS["run_image_classification"].write(tmp_path / "data", train=16, validation=8)
+    output, other = tmp_path / "out", tmp_path / "other"
+    classify(*NEW, "--label_smoothing_factor", 0.1)
+    config = AutoModelForImageClassification.from_pretrained(output).config
+    assert (config.image_size, config.max_positions, config.num_channels) == (8, 4, 1)
+    again = ["--model_name_or_path", output, "--do_eval", "--output_dir", other]
+    for option, value, found in (("--image_size", 12, "12 in 1"), ("--channels", 3, "8 in 3")):
+        message = f"reads images of 8 x 8 in 1 channels, not of {found}"
+        assert_error(classify, message, *again, option, value, output=other)
+    (output / "preprocessor_config.json").unlink()
+    assert_error(classify, "out.*preprocessor_config.json", *again, output=other)
+
+
+@pytest.mark.parametrize("kind", ["files", "image feature"])
+def test_images_in_color(classify, tmp_path, kind):
+    draw, labels = np.random.default_rng(0), HALVES * 4
+    gray = [draw_pixels(HALVES.index(label), draw) for label in labels]
+    colored = [Image.fromarray(np.repeat(pixels[..., None], 3, 2)) for pixels in gray]
+    for split in ("train", "validation"):
+        if kind == "files":
+            for index, (image, label) in enumerate(zip(colored, labels, strict=True)):
+                (tmp_path / "data" / split / label).mkdir(parents=True, exist_ok=True)
+                image.save(tmp_path / "data" / split / label / f"{index}.{'png' if split == 'train' else 'jpg'}")
+        else:
+            table = Dataset.from_dict({"image": colored, "label": labels}).cast_column("image", datasets.Image())
+            table.to_parquet(tmp_path / "data" / f"{split}.parquet")
+    summary = classify(*NEW, "--do_eval", "--horizontal_flip")
+    assert summary["train_samples"] == 8 and "eval_accuracy" in summary
+    assert AutoModelForImageClassification.from_pretrained(tmp_path / "out").config.num_channels == 3
+
+
+class SwapHalves:
+    """Mock of timm's Mixup: mix every image with the one at the mirrored position of the batch."""
+
+    def __init__(self, mixup_alpha: float, cutmix_alpha: float, label_smoothing: float, num_classes: int):
+        self.classes = num_classes
+
+    def __call__(self, pixels: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.batches.append(len(pixels))
+        labels = torch.nn.functional.one_hot(labels, self.classes).float()
+        return (pixels + pixels.flip(0)) / 2, (labels + labels.flip(0)) / 2
+
+
+def test_mixup_is_training_only(classify, tmp_path, monkeypatch):
+    """Evaluation uses unmodified images and labels, also during training; odd batch sizes raise an error."""
+    SCRIPTS["run_image_classification"].write(tmp_path / "data", train=21, validation=16)
+    monkeypatch.setattr(SwapHalves, "batches", [], raising=False)
+    timm = SimpleNamespace(data=SimpleNamespace(Mixup=SwapHalves))
+    monkeypatch.setitem(sys.modules, "timm", timm)
+    monkeypatch.setitem(sys.modules, "timm.data", timm.data)
+    more = ["--mixup", 0.8, "--cutmix", 1.0, "--do_eval", "--eval_strategy", "epoch"]
+    summary = classify(*NEW, *more, "--max_steps", 4)
+    assert SwapHalves.batches == [8] * 4 and 0.0 <= summary["eval_accuracy"] <= 1.0
+    message = "--mixup and --cutmix mix pairs; --per_device_train_batch_size must be even"
+    odd = ["--mixup", 0.8, "--per_device_train_batch_size", 7, "--output_dir", tmp_path / "odd"]
+    assert_error(classify, message, *NEW, *odd, output=tmp_path / "odd")
+
+
+def test_cached_dataset(tmp_path):
+    """Without network access, a dataset of the Hub is read from the cache; it may have fewer splits than needed."""
     folder = write([{"text": "a"}, {"text": "b"}], tmp_path / "data" / "train.jsonl")
     builder = datasets.load_dataset_builder("json", data_files=str(folder / "train.jsonl"))
     builder.dataset_name = builder.info.dataset_name = "cached"
-    builder.download_and_prepare(tmp_path / "cache" / "tester___cached" / "default" / "0.0.0" / COMMIT)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    builder.download_and_prepare(tmp_path / "cache" / "tester___cached" / "default" / "0.0.0" / ("0" * 40))
+    assert data.load_from_hub("tester/cached")["train"]["text"] == ["a", "b"]
+    source = data.SourceArguments(dataset_name="tester/cached")
+    message = "tester/cached has no split validation, only train; pass a dataset or, with --dataset_path, a folder"
+    assert_error(data.load_splits, message, {"validation": None}, source)
 
 
-def load_rows(_):
-    assert data.load_from_hub(NAME)["train"]["text"] == ["a", "b"]
-
-
-def load_model(_):
-    model, tokenizer = load_language_model(NAME, "cpu")
-    assert model.config.vocab_size == len(tokenizer)
-
-
-def start_run(folder):
-    """The name stays known for the model card."""
-    training = TrainingArguments(output_dir=str(folder / "out"), do_eval=True, use_cpu=True)
-    model = ModelArguments(model_name_or_path=NAME)
-    run = Run(SimpleNamespace(), model, training)
-    assert run.base_model == NAME
-    assert AutoConfig.from_pretrained(model.model_name_or_path).model_type == "mega"
-
-
-def load_tokenizers(_):
-    both = make_both_tokenizers(ModelArguments(tokenizer_name=NAME), [], 8)
-    assert both.source is both.target
-
-
-@pytest.mark.usefixtures("no_network")
-@pytest.mark.parametrize("load", [load_rows, load_model, start_run, load_tokenizers])
-def test_no_further_attempts(load, tmp_path):
-    start = time.monotonic()
-    load(tmp_path)
-    assert time.monotonic() - start < 10  # the libraries attempt each missing file for more than 20 s
-
-
-@pytest.fixture
-def sources(tmp_path):
-    """Write two data sets with repeated and empty texts, one of texts and one of translations; return the options."""
+def test_text_of_several_sources(script, tmp_path):
+    """Repeated and empty texts are removed; a repeated text belongs to the first source that has it."""
     write([{"text": text} for text in ("One .", " Two . ", "One .", "")], tmp_path / "plain" / "train.jsonl")
     write([{"text": "Three ."}], tmp_path / "plain" / "unsupervised.jsonl")
     write([{"text": "Never read ."}], tmp_path / "plain" / "test.jsonl")
     pairs = [{"translation": {"en": text, "de": "x"}} for text in ("Two .", "Four .", "Five .")]
     write(pairs, tmp_path / "pairs" / "train.jsonl")
-    return ["--source", str(tmp_path / "plain"), "text", "--source", str(tmp_path / "pairs"), "translation.en"]
-
-
-def test_text_of_several_sources(script, sources, tmp_path):
+    sources = ["--source", str(tmp_path / "plain"), "text", "--source", str(tmp_path / "pairs"), "translation.en"]
     make, folders = script("prepare_text").main, [tmp_path / name for name in ("a", "b", "c")]
     for folder, seed in zip(folders, "001", strict=True):
         sizes = make([*sources, "--output_dir", str(folder), "--validation", "2", "--seed", seed])
         assert sizes == {"train": 3, "validation": 2}
-    train, held, again, other = (
-        pd.read_parquet(folder / f"{split}.parquet")
-        for folder, split in zip((folders[0], *folders), ("train", *["validation"] * 3), strict=True)
-    )
+    train = pd.read_parquet(folders[0] / "train.parquet")
+    held, again, other = (pd.read_parquet(folder / "validation.parquet") for folder in folders)
     assert sorted([*train["text"], *held["text"]]) == ["Five .", "Four .", "One .", "Three .", "Two ."]
     both = dict(zip([*train["text"], *held["text"]], [*train["source"], *held["source"]], strict=True))
-    # a repeated text belongs to the first source that has it
     assert both["Two ."] == "plain" and both["Four ."] == "pairs"
     assert list(held["text"]) == list(again["text"]) != list(other["text"])
 
@@ -250,24 +254,3 @@ def test_byte_order_mark_is_not_part_of_a_text(script, tmp_path, name):
     content = f"\ufeff{rows[name.split('.')[1]]}\n".encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     assert script("prepare_text").read_texts(str(tmp_path), "text") == ["One ."]
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        (["--source", "nowhere/at-all", "text"], "cannot load nowhere/at-all"),
-        (["--validation", "5"], "--validation 5 must be between 0 and the 5 texts"),
-        (["--source", "{plain}", "txt"], "has no column txt, only text"),
-        (["--source", "{numbers}", "text"], "row 0: text is 7 instead of text"),
-        (["--source", "{tests}", "text"], "has no split train or unsupervised"),
-    ],
-)
-def test_sources_without_text(script, sources, tmp_path, change, message):
-    write([{"text": 7}], tmp_path / "numbers" / "train.jsonl")
-    write([{"text": "a"}], tmp_path / "tests" / "test.jsonl")
-    paths = {name: tmp_path / name for name in ("plain", "numbers", "tests")}
-    change = [word.format(**paths) for word in change]
-    assert_error(
-        lambda: script("prepare_text").main([*sources, *change, "--output_dir", str(tmp_path / "out")]), message
-    )
-    assert not (tmp_path / "out").exists()

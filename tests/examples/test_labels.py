@@ -1,15 +1,10 @@
 """Labels: a table means the same in all formats and scripts, and a saved head keeps its names and their order."""
 
-import csv
-import json
 import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import ClassLabel, Dataset
@@ -18,57 +13,26 @@ from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
     BertConfig,
-    ViTConfig,
-    Wav2Vec2FeatureExtractor,
 )
 
 import luna_mega
 from luna_mega import LunaConfig
-from luna_mega.training import classification, data, images
+from luna_mega.training import classification, data
 from luna_mega.training.classification import match_labels
 from luna_mega.training.models import CheckpointArguments, label_fields, make_model
-from luna_mega.training.tokenizers import train_bpe
-from tests.examples.contract import BERT, CLASSIFIERS, SCRIPTS, SIDE
-from tests.examples.runs import QUIET, assert_error
+from tests.examples.contract import BERT, CLASSIFIERS, SCRIPTS
+from tests.examples.runs import QUIET, assert_error, write
 
 SIZES = {name: int(value) for name, value in (item.split("=") for item in BERT.split(","))}
 KINDS = ("csv", "jsonl", "parquet")
-WORDS = [
-    "None",
-    "NA",
-    "nan",
-    "null",
-    "-1",
-    "01",
-    "1e5",
-    "True",
-    "a\nb",
-    "a\tb",
-    ' "a" ',
-    "bad",
-    "good",
-    "Good",
-    "10",
-    "9",
-]
+WORDS = ["a\nb", "a\tb", ' "a" ', *"None NA nan null -1 01 1e5 True bad good Good 10 9".split()]
 NUMBERS = [-1, 0, 1, 2, 9, 10]
 NO_LABEL = ["None", "NA", "nan", "-1", "N/A", "", None]
 
 
 def save(labels: list, path: Path) -> None:
     """Write rows with a text and these labels in the format of the suffix."""
-    path.parent.mkdir(exist_ok=True)
-    rows = [{"text": f"text {index}", "label": label} for index, label in enumerate(labels)]
-    if path.suffix == ".csv":
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, ["text", "label"])
-            writer.writeheader()
-            writer.writerows(rows)
-    elif path.suffix == ".jsonl":
-        rows = [row | {"label": None if row["label"] != row["label"] else row["label"]} for row in rows]
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), path)
+    write([{"text": f"text {index}", "label": label} for index, label in enumerate(labels)], path)
 
 
 def match(folder: Path, names: list[str] | None = None) -> dict[str, list[int]]:
@@ -161,33 +125,6 @@ def test_other_labels(capsys):
         assert_error(classification.read_scores, f"row 1: label '{label}' is not a number", split, "test")
 
 
-def test_lines_of_predictions(tmp_path):
-    names = ["a\nb", "a\tb", "a\u2028b", "c"]
-    output = SimpleNamespace(predictions=np.eye(4), metrics={})
-    trainer = SimpleNamespace(
-        predict=lambda split: output,
-        model=SimpleNamespace(config=LunaConfig(**label_fields(names))),
-        args=SimpleNamespace(output_dir=str(tmp_path)),
-        is_world_process_zero=lambda: True,
-        log_metrics=lambda *_: None,
-        save_metrics=lambda *_: None,
-    )
-    classification.write_predictions(trainer, None)
-    lines = (tmp_path / "predictions.tsv").read_text(encoding="utf-8").splitlines()
-    assert lines == ["index\tprediction", "0\ta\\nb", "1\ta\\tb", "2\ta\\u2028b", "3\tc"]
-
-
-def read(script, name: str, folder: Path, *options: object) -> tuple[dict[str, list[int]], list[str]]:
-    """Return the label ids of each split that a script has read, and the names of the outputs of the model."""
-    row, module = SCRIPTS[name], script(name)
-    paths = ["--dataset_path", folder, "--output_dir", folder / "out", *QUIET]
-    task = ["--task_name", "rte"] * (name == "run_glue")
-    parsed = module.parse([str(option) for option in [*row.data, *row.short, *task, *paths, *options]])
-    splits, _, config = module.load_data(*parsed[:3])[:3]
-    found = {split: [int(row.get("labels", -100)) for row in rows] for split, rows in splits.items()}
-    return found, [config.id2label[index] for index in range(config.num_labels)]
-
-
 def rows_of(name: str, labels: list) -> list[dict]:
     """Return rows of a script with these labels; RTE has two texts."""
     row = SCRIPTS[name].rows(1, 0)[0]
@@ -211,84 +148,53 @@ def test_scripts(name, script, tmp_path, capsys):
     for split in ("train", "validation", "test"):
         labels = LEFT[name][::2] if split == "train" else LEFT[name]
         Dataset.from_list(rows_of(name, labels)).to_parquet(tmp_path / f"{split}.parquet")
-    found, _ = read(script, name, tmp_path, *SCRIPTS[name].model, "--do_train", "--do_eval", "--do_predict")
+    row, task = SCRIPTS[name], ["--task_name", "rte"] * (name == "run_glue")
+    paths = ["--dataset_path", tmp_path, "--output_dir", tmp_path / "out", *QUIET]
+    options = [*row.data, *row.short, *task, *row.model, *paths, "--do_train", "--do_eval", "--do_predict"]
+    module = script(name)
+    splits = module.load_data(*module.parse([*map(str, options)])[:3])[0]
+    found = {split: [int(one.get("labels", -100)) for one in rows] for split, rows in splits.items()}
     test = [-100] * 3 if name == "run_glue" else [0, -100, 1]  # GLUE does not publish the labels of test splits
     assert found == {"train": [0, 1], "validation": [0, 1], "test": test}
     assert capsys.readouterr().out.count("1 of 3 rows have no label") == 2 - (name == "run_glue")
 
 
-def save_head(script, name: str, labels: list[str], folder: Path) -> Path:
-    """Save the configuration and the tokenizer or processor of a classifier with these labels."""
-    fields = {**SIZES, **label_fields(labels)}
-    if name == "run_audio":
-        fields |= {"input_type": "values", "max_position_embeddings": 100}
-        Wav2Vec2FeatureExtractor(sampling_rate=1000, return_attention_mask=True).save_pretrained(folder)
-    elif name == "run_image_classification":
-        fields |= {"image_size": SIDE, "patch_size": 4, "num_channels": 1}
-        images.make_processor(SIDE, 1, [0.5], [0.5], False).save_pretrained(folder)
-    else:
-        tasks = script("lra.tasks")
-        lra = name == "lra.run_lra"
-        made = tasks.make_tokenizer("bytes", tasks.CONVENTIONS["ours"], 32) if lra else train_bpe(["a b"], 300, 32)
-        made.save_pretrained(folder)
-        fields |= {"vocab_size": len(made), "pad_token_id": 1, "max_position_embeddings": 32}
-    (ViTConfig if name == "run_image_classification" else LunaConfig)(**fields).save_pretrained(folder)
-    return folder
-
-
-@pytest.mark.parametrize("name", [name for name in CLASSIFIERS if name != "run_race"])
-def test_labels_are_matched_by_name(name, script, tmp_path, capsys):
-    """The head keeps its label order. Training with other names requires the option for a new head."""
-    labels = ["entailment", "not_entailment"] if name == "run_glue" else ["bad", "good"]
-    for split in ("train", "validation"):
-        table = Dataset.from_list(rows_of(name, [0, 1, 1, 0])).cast_column("label", ClassLabel(names=labels))
-        table.to_parquet(tmp_path / f"{split}.parquet")
-
-    def load(head: list[str], *options: str) -> tuple[list[int], list[str]]:
-        found, names = read(script, name, tmp_path, "--model_name_or_path", tmp_path / "model", *options)
-        return *found.values(), names
-
-    def saved(head: list[str]) -> list[str]:
-        save_head(script, name, head, tmp_path / "model")
-        return head
-
-    head = saved([label.upper() for label in reversed(labels)])
-    assert load(head, "--do_eval") == ([1, 0, 0, 1], head)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("labels are matched by name") and line.endswith(f"the data has {', '.join(labels)}")
-    assert load(saved(labels), "--do_train") == ([0, 1, 1, 0], labels)
-    assert capsys.readouterr().out == ""
-    first, second = labels
-    message = f"has the labels {first}, other, but not {second} of the data; pass --ignore_mismatched_sizes to train"
-    assert_error(load, message, saved([first, "other"]), "--do_train")
-    assert load(head, "--do_train", "--ignore_mismatched_sizes") == ([0, 1, 1, 0], labels)
-    assert "are replaced by a new head" in capsys.readouterr().out
-    for side in ("--do_train", "--do_eval"):
-        assert load(saved(["LABEL_0", "LABEL_1"]), side) == ([0, 1, 1, 0], labels)
-        assert capsys.readouterr().out.count("has no label names") == (side == "--do_eval")
-
-
-HEADS = {
+EVALUATED = {  # the labels of a head and of the data -> the outputs of the latter, or the sentence
     "a subset": (["a", "b", "c"], ["c", "a"], {"c": 2, "a": 0}),
     "no labels": (["a", "b"], [], {}),
+    "names in another case": (["BAD", "good"], ["Good", "bad"], {"Good": 1, "bad": 0}),
     "names that differ in case": (["A", "a"], ["a"], {"a": 1}),
     "ids": (["LABEL_0", "LABEL_1", "LABEL_2"], ["0", "2"], {"0": 0, "2": 2}),
+    "ids of pandas": (["LABEL_0", "LABEL_1"], ["-1.0", "1.0"], {"1.0": 1}),  # other rows of the column are empty
+    "numbers of pandas": (["0", "1"], ["-1.0", "1.0"], {"1.0": 1}),
     "default names": (["LABEL_0", "LABEL_1"], ["LABEL_1", "LABEL_0"], {"LABEL_1": 1, "LABEL_0": 0}),
     "ids of names": (["a", "b"], ["0", "1"], "has the labels a, b, but not 0, 1 of the data; rename the latter"),
     "fewer names": (["LABEL_0", "LABEL_1", "LABEL_2"], ["a", "b"], "3 labels without names, but the data has 2: a, b"),
+    "no names": (["LABEL_0", "LABEL_1"], ["bad", "good"], {"bad": 0, "good": 1}),
+}
+TRAINED = {  # the same for a training; with --ignore_mismatched_sizes, the head has the labels of the data
+    "other names": (["bad", "other"], ["bad", "good"], "but not good of the data; pass --ignore_mismatched_sizes to t"),
+    "no names, trained": (["LABEL_0", "LABEL_1"], ["bad", "good"], {"bad": 0, "good": 1}),
 }
 
 
-@pytest.mark.parametrize("case", HEADS)
-def test_evaluation_of_a_head(case, tmp_path):
-    own, names, expected = HEADS[case]
+@pytest.mark.parametrize("case", [*EVALUATED, *TRAINED])
+def test_labels_of_a_head(case, tmp_path, capsys):
+    """A head keeps its names and their order; names that it does not have are an error, or need a new head."""
+    own, names, expected = (EVALUATED | TRAINED)[case]
     LunaConfig(**label_fields(own)).save_pretrained(tmp_path)
-    training, arguments = SimpleNamespace(do_train=False), CheckpointArguments(str(tmp_path))
+    training, arguments = SimpleNamespace(do_train=case in TRAINED), CheckpointArguments(str(tmp_path))
     if isinstance(expected, str):
         assert_error(match_labels, expected, arguments, names, training)
     else:
         labels = match_labels(arguments, names, training)
-        assert labels.names == own and {name: labels.outputs[name] for name in names} == expected
+        assert labels.names == (names if case.startswith("no names") else own)
+        assert {name: labels.outputs[name] for name in expected} == expected
+        assert ("has no label names" in capsys.readouterr().out) == (case == "no names")
+    if case == "other names":
+        arguments.ignore_mismatched_sizes = True
+        assert match_labels(arguments, names, training) == (names, {"bad": 0, "good": 1})
+        assert "are replaced by a new head for bad, good" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["luna", "pair", "bert"])

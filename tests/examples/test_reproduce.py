@@ -3,20 +3,23 @@
 import dataclasses
 import io
 import json
+import shlex
 import shutil
 import tarfile
 import threading
-import wave
 import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
 
+from luna_mega import LunaConfig, MegaForCausalLM
 from tests.convert import files, mega_lm
-from tests.examples.runs import assert_error
+from tests.examples.runs import assert_error, wav
 
 BYTES = [10, 32, *range(97, 123)]  # newline, space and letters
 
@@ -32,12 +35,9 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self):
-        self.reply(with_content=False)
+        self.do_GET(with_content=False)
 
-    def do_GET(self):
-        self.reply(with_content=True)
-
-    def reply(self, with_content):
+    def do_GET(self, with_content=True):
         content = self.files.get(self.path)
         if content is None:
             self.send_error(404)
@@ -90,22 +90,17 @@ def zipped(contents):
     return target.getvalue()
 
 
-def checkpoint_of_bytes(tmp_path):
-    torch.manual_seed(0)
-    files.write(mega_lm.mega_lm(), tmp_path / "bytes.pt")
-    return (tmp_path / "bytes.pt").read_bytes()
-
-
-def enwik8(tmp_path):
-    text = bytes(np.random.default_rng(0).choice(BYTES, 4000).astype(np.uint8))
-    dictionary = "".join(f"{byte} 1\n" for byte in BYTES)
-    parts = {"a/best.pt": checkpoint_of_bytes(tmp_path), "a/b/dict.txt": dictionary, "a/readme.txt": "no"}
-    return zipped(parts), zipped({"enwik8": text}), text
-
-
 def test_enwik8(reproduce, served, tmp_path, capsys):
     """An interrupted download continues, a second run downloads and converts nothing, and the score is exact."""
-    archive, data, text = enwik8(tmp_path)
+    torch.manual_seed(0)
+    files.write(mega_lm.mega_lm(), tmp_path / "bytes.pt")
+    text = bytes(np.random.default_rng(0).choice(BYTES, 4000).astype(np.uint8))
+    dictionary = "".join(f"{byte} 1\n" for byte in BYTES)
+    checkpoint = {"a/best.pt": (tmp_path / "bytes.pt").read_bytes()}
+    archive = zipped(checkpoint | {"a/b/dict.txt": dictionary, "a/readme.txt": "no"})
+    data = zipped({"enwik8": text})
+    assert_error(reproduce, "HTTP Error 404", "enwik8")
+    assert_error(reproduce, "absent.zip: no such file", "enwik8", "--data", "absent.zip")
     served.files |= {"/enwik8/archive.zip": archive, "/enwik8/data.zip": data}
     served.cut = 100
     assert_error(reproduce, f"interrupted after 100 of {len(data)} bytes; run the command again", "enwik8")
@@ -123,8 +118,6 @@ def test_enwik8(reproduce, served, tmp_path, capsys):
 @torch.no_grad()
 def expected_bits(out, text):
     """Return the bits per byte of a text in one block; the chunk of the evaluation is longer than the text."""
-    from luna_mega import MegaForCausalLM
-
     model = MegaForCausalLM.from_pretrained(out / "model", chunk_size=4096).eval()
     text = text.removesuffix(b"\n") + b"\n"
     symbols = {byte: index + 4 for index, byte in enumerate(BYTES)}
@@ -140,36 +133,38 @@ def test_wikitext103(reproduce, served, parity_folder, tmp_path):
     words = [line.split()[0] for line in (folder / "dict.txt").read_text(encoding="utf-8").splitlines()[:20]]
     (tmp_path / "data.zip").write_bytes(zipped({"a/b/wiki.test.tokens": f" \n {' '.join(words)} \n = {words[0]} = \n"}))
     data = ["--data", tmp_path / "data.zip"]
-    assert_error(
-        reproduce,
-        "has no fitting dictionaries; it contains: wt103/last/1.pt; pass --dict",
-        "wikitext103",
-        *data,
-    )
+    message = "has no fitting dictionaries; it contains: wt103/last/1.pt; pass --dict"
+    assert_error(reproduce, message, "wikitext103", *data)
     here = reproduce("wikitext103", *data, "--dict", folder / "dict.txt")
     assert 1 < here < 1e6
     report = json.loads((tmp_path / "out" / "scores" / "scores.json").read_text(encoding="utf-8"))
     assert [(x["context"], x["chunk"], x["perplexity"]) for x in report] == [(24557, 2048, here)]
 
 
+def tarred(*members, mode="w"):
+    """Return a tar archive of (name, type, content or target of a link)."""
+    target = io.BytesIO()
+    with tarfile.open(fileobj=target, mode=mode) as archive:
+        for name, kind, value in members:
+            item = tarfile.TarInfo(name)
+            item.type, item.mode = kind, 0o7777
+            if kind == tarfile.REGTYPE:
+                item.size = len(value)
+            else:
+                item.linkname = value
+            archive.addfile(item, io.BytesIO(value) if kind == tarfile.REGTYPE else None)
+    return target.getvalue()
+
+
 def speech_commands(words):
     """Return an archive of Speech Commands with one clip of each word in each split."""
-    target, contents = io.BytesIO(), {}
+    contents = {}
     for index, word in enumerate(words):
         for name in ("train", "validation", "testing"):
-            clip = io.BytesIO()
-            with wave.open(clip, "wb") as file:
-                file.setparams((1, 2, 16_000, 0, "NONE", ""))
-                file.writeframes((3000 * np.sin(np.arange(64) * (index + 1) / 9)).astype("<i2").tobytes())
-            contents[f"./{word}/{name}.wav"] = clip.getvalue()
+            contents[f"./{word}/{name}.wav"] = wav(3000 * np.sin(np.arange(64) * (index + 1) / 9))
     for name in ("validation", "testing"):
         contents[f"./{name}_list.txt"] = "".join(f"{word}/{name}.wav\n" for word in words).encode()
-    with tarfile.open(fileobj=target, mode="w:gz") as archive:
-        for name, content in contents.items():
-            item = tarfile.TarInfo(name)
-            item.size = len(content)
-            archive.addfile(item, io.BytesIO(content))
-    return target.getvalue()
+    return tarred(*((name, tarfile.REGTYPE, content) for name, content in contents.items()), mode="w:gz")
 
 
 def test_speech(reproduce, script, served, parity_folder, tmp_path, capsys):
@@ -199,34 +194,21 @@ def test_imagenet(reproduce, parity_folder, tmp_path):
     assert here * 7 / 100 == pytest.approx(round(here * 7 / 100), abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name, options, scripts",
-    [
-        ("lra", ["--task_name", "image", "--file", "cifar10"], ["lra.prepare", "lra.run_lra"]),
-        ("luna-base", ["--task_name", "sst2", "--checkpoint", "x.pt", "--data", "DATA", "--bpe", "bpe"], ["run_glue"]),
-    ],
-)
-def test_options_are_those_of_the_scripts(name, options, scripts, script, monkeypatch, tmp_path):
-    module, calls = script("reproduce"), []
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"use_chunking": false, "tie_key_value": false}', encoding="utf-8")
-    monkeypatch.setattr(module, "convert", lambda *_: tmp_path / "model")
-
-    def record(name, *options):
-        calls.append((name, [*options]))
-        if name == "lra.prepare":
-            (tmp_path / "out" / "data").mkdir()
-        return {"test_accuracy": 0.5, "eval_accuracy": 0.5}
-
-    monkeypatch.setattr(module, "run", record)
-    options = [str(tmp_path) if option == "DATA" else option for option in options]
-    assert module.main([name, *options, "--output_dir", str(tmp_path / "out")]) == 50.0
-    assert [name for name, _ in calls] == scripts
-    data, _, training, *_ = script(scripts[-1]).parse(calls[-1][1])
-    task = data.task_name
-    assert task == options[1] and (training.do_predict or training.do_eval)
-    row = (tmp_path / "out" / "results.md").read_text(encoding="utf-8").splitlines()[-1]
-    assert ("| 90.44 | 50 | -40.4 |" if name == "lra" else "| 94.6 | 50 | -44.6 |") in row
+def test_options_are_those_of_the_scripts(script, tmp_path):
+    """Every evaluation has options of its script, and every model of a paper has a score."""
+    module = script("reproduce")
+    LunaConfig().save_pretrained(tmp_path)
+    paths = [f"--{name}={tmp_path}" for name in ("model_name_or_path", "dataset_path", "output_dir")]
+    for name, experiment in module.EXPERIMENTS.items():
+        found = set()
+        for task in experiment.tasks or (None,):
+            options = shlex.split(experiment.options.format(task=task))
+            parsed = script(experiment.script).parse([*options, *paths])
+            assert task is None or parsed[0].task_name == task
+            for flag in (False, True):
+                config = {"use_chunking": flag, "tie_key_value": flag, "hidden_size": 60 + 12 * flag}
+                found.add(module.variant(SimpleNamespace(name=name, task_name=task), config))
+        assert found == experiment.paper.keys()
 
 
 def test_enwik8_is_split_at_its_bytes(reproduce, script, tmp_path):
@@ -235,26 +217,8 @@ def test_enwik8_is_split_at_its_bytes(reproduce, script, tmp_path):
     content = b"a" + content[:-1]  # borders are inside of characters
     (tmp_path / "enwik8").write_bytes(content)
     reproduce("enwik8", "--data", tmp_path / "enwik8", "--prepare")
-    rows = script("reproduce").lib.load_files(
-        {name: [str(tmp_path / "out" / f"{name}.parquet")] for name in ("train", "validation", "test")}
-    )
-    found = {name: rows[name]["text"] for name in rows}
+    found = {file.stem: pd.read_parquet(file)["text"].tolist() for file in (tmp_path / "out").glob("*.parquet")}
     assert found == {"train": ["a" + "é" * 1799], "validation": ["é" * 99], "test": ["é" * 99]}
-
-
-def tarred(*members):
-    """Return a tar archive of (name, type, content or target of a link)."""
-    target = io.BytesIO()
-    with tarfile.open(fileobj=target, mode="w") as archive:
-        for name, kind, value in members:
-            item = tarfile.TarInfo(name)
-            item.type, item.mode = kind, 0o7777
-            if kind == tarfile.REGTYPE:
-                item.size = len(value)
-            else:
-                item.linkname = value
-            archive.addfile(item, io.BytesIO(value) if kind == tarfile.REGTYPE else None)
-    return target.getvalue()
 
 
 FILE, LINK, HARD = ("x", tarfile.REGTYPE, b"new"), tarfile.SYMTYPE, tarfile.LNKTYPE
@@ -300,18 +264,6 @@ def test_hostile_archives(reproduce, tmp_path, checked, members):
     assert all(path.is_relative_to(tmp_path / "out") for path in left) and removed == bool(left)
 
 
-def test_hard_link_to_a_relative_link(script, tmp_path):
-    """In another folder, the relative link has another target; some versions of Python permit it."""
-    archive = io.BytesIO(tarred(("a/b/c", LINK, "../../x"), FILE, ("c", HARD, "a/b/c")))
-    *others, link = tarfile.open(fileobj=archive).getmembers()
-    for member in others:
-        script("reproduce").check_member(member, tmp_path)
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "c").symlink_to("../../x")
-    with pytest.raises(tarfile.TarError, match="'c' is neither a file nor a folder"):
-        script("reproduce").check_member(link, tmp_path)
-
-
 def test_modes_and_links_of_archives(script, tmp_path, checked):
     """Files keep no setuid bit and belong to the user; links inside of the folder work."""
     links = [("a/up", LINK, "../x"), ("a/up2", LINK, "up"), ("b", LINK, "a"), ("b/hard", HARD, "x"), ("b/x", HARD, "x")]
@@ -320,23 +272,6 @@ def test_modes_and_links_of_archives(script, tmp_path, checked):
     assert all((content / name).read_bytes() == b"new" for name in ("x", "a/up", "a/up2", "a/hard", "b/x"))
     assert {oct(path.stat().st_mode & 0o7022) for path in content.rglob("*")} == {"0o0"}
     assert {path.stat().st_uid for path in content.rglob("*")} == {tmp_path.stat().st_uid}
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ([], "no name: pass one of enwik8, wikitext103, speech, lra, imagenet, luna-base"),
-        (["imagenet"], "imagenet requires --checkpoint and --data, because their addresses require a browser"),
-        (["imagenet", "--checkpoint", "x.pt"], "imagenet requires --checkpoint and --data"),
-        (["lra"], "--task_name None: lra has listops, text, retrieval"),
-        (["enwik8", "--task_name", "text"], "--task_name text: enwik8 has no tasks; omit it"),
-        (["lra", "--task_name", "listops"], "--task_name listops requires --data"),
-        (["enwik8"], "HTTP Error 404"),
-        (["enwik8", "--data", "absent.zip"], "absent.zip: no such file"),
-    ],
-)
-def test_errors(reproduce, options, message):
-    assert_error(reproduce, message, *options)
 
 
 def test_a_full_disk(reproduce, served, monkeypatch):

@@ -1,56 +1,32 @@
-"""run_clm.py and eval_lm.py: streams of tokens, tokenizers, training, resuming, scores."""
+"""run_clm.py, eval_lm.py and generate_lm.py: streams of tokens, scores, settings, and texts of any length."""
 
-import gzip
+import json
 import math
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
-from transformers import AutoModelForCausalLM, TrainerCallback, TrainerState, TrainingArguments
+from transformers import AutoTokenizer
+from transformers.generation import stopping_criteria
 
 from luna_mega import MegaConfig, MegaForCausalLM
-from luna_mega.training import language_modeling, tokenizers
-from luna_mega.training.language_modeling import Streams
-from luna_mega.training.trainer import OrderedTrainer
-from tests.examples import runs
+from luna_mega.training import language_modeling
+from luna_mega.training.tokenizers import train_characters, train_words
+from tests.examples.contract import CHUNKS
+from tests.examples.runs import TINY, assert_error
 
-TINY = (
-    "hidden_size=16,num_hidden_layers=1,intermediate_size=24,nffn_hidden_size=24,shared_representation_size=8,"
-    "ema_projection_size=2,use_chunking=true,chunk_size=8,dropout_prob=0.0,hidden_dropout_prob=0.0,"
-    "attention_probs_dropout_prob=0.0,nffn_activation_dropout_prob=0.0,initializer_range=0.1"
-)
-LINES = ["abcdefghij" * 3, "", "jihgfedcba" * 2] * 20
-
-
-@pytest.fixture
-def corpus(tmp_path) -> Path:
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    with gzip.open(folder / "train.txt.gz", "wt", encoding="utf-8") as file:
-        file.write("\n".join(LINES) + "\n")
-    return folder
-
-
-@pytest.fixture
-def run(call, corpus, tmp_path):
-    """Return a function that trains the tiny model and returns the summary."""
-    small = ["--block_size", 32, "--eval_context", 64, "--eval_segment", 16, "--per_device_train_batch_size", 4]
-    model = ["--config_overrides", TINY, "--output_dir", tmp_path / "out", "--do_train"]
-    return partial(call, "run_clm", "--dataset_path", corpus, *small, *model)
-
-
-CHARACTERS = ["--tokenization", "char", "--line_end", "newline", "--validation_share", "0.1"]
+LINES = ["to be or not to be", "that is the question"] * 40
+FIELDS = {"hidden_size": 16, "num_hidden_layers": 1, "shared_representation_size": 8, "initializer_range": 0.3}
+FIELDS |= {"is_decoder": True, "bidirectional": False}
 
 
 @pytest.mark.parametrize("line_end", ["newline", "eos"])
-def test_stream(script, line_end):
-    language_model, vocabulary = language_modeling, tokenizers
-    tokenizer = vocabulary.train_characters([*LINES, "\n"])
-    stream = language_model.encode(["ab", "", " c"], tokenizer, line_end)
-    expected = "ab\n\n c\n" if line_end == "newline" else "ab</s>c</s>"
-    assert tokenizer.decode(stream, clean_up_tokenization_spaces=False) == expected.replace(" c", "<unk>c")
+def test_stream(line_end):
+    tokenizer = train_characters(["ab", "\n"])
+    stream = language_modeling.encode(["ab", "", " c"], tokenizer, line_end)
+    expected = "ab\n\n<unk><unk>\n" if line_end == "newline" else "ab</s><unk></s>"
+    assert tokenizer.decode(stream, clean_up_tokenization_spaces=False) == expected
 
 
 def test_windows_of_an_epoch_have_as_many_tokens_as_the_text():
@@ -59,8 +35,18 @@ def test_windows_of_an_epoch_have_as_many_tokens_as_the_text():
     assert all(torch.equal(window["shift_labels"], window["input_ids"] + 1) for window in windows)
 
 
-def test_streams_continue_after_the_previous_batch(script):
-    streams = Streams(torch.arange(100), length=7, batch_size=3)
+def test_blocks_have_random_numbers_of_chunks(script):
+    """With `--min_block_size`, as in appendix D.3 of Mega."""
+    data = script("run_clm").DataArguments(block_size=24, min_block_size=8)
+    draw = script("run_clm").draw_length(data, MegaConfig(use_chunking=True, chunk_size=8))
+    numbers = torch.Generator().manual_seed(0)
+    assert {int(draw({}, numbers)["length"]) for _ in range(50)} == {8, 16, 24}
+    blocks = [{"input_ids": torch.arange(24), "length": torch.tensor(length)} for length in (16, 8)]
+    assert script("run_clm").collate(blocks)["input_ids"].shape == (2, 16)
+
+
+def test_streams_continue_after_the_previous_batch():
+    streams = language_modeling.Streams(torch.arange(100), length=7, batch_size=3)
     batches = [[streams[step * 3 + row] for row in range(3)] for step in range(len(streams) // 3)]
     for row in range(3):
         joined = torch.cat([batch[row]["input_ids"] for batch in batches])
@@ -78,8 +64,7 @@ def test_streams_continue_after_the_previous_batch(script):
 def test_score(context, segment, batch_size):
     """Evaluation in segments gives the score of complete blocks; every token except the first counts once."""
     torch.manual_seed(0)
-    fields = {"vocab_size": 12, "hidden_size": 16, "num_hidden_layers": 1, "use_chunking": True, "chunk_size": 4}
-    model = MegaForCausalLM(MegaConfig(**fields, bidirectional=False, is_decoder=True, initializer_range=0.3)).eval()
+    model = MegaForCausalLM(MegaConfig(vocab_size=12, use_chunking=True, chunk_size=4, **FIELDS)).eval()
     stream = torch.randint(3, 12, (53,))
     total = 0.0
     for start in range(0, 52, context):
@@ -92,46 +77,139 @@ def test_score(context, segment, batch_size):
     assert result["bits_per_token"] == pytest.approx(result["loss"] / math.log(2))
 
 
-BLOCKS = {"carried state": ["--carry_state", "true"], "lengths": ["--min_block_size", "8"]}
+@pytest.fixture
+def trained(call, tmp_path):
+    """Return a function that trains a model, and returns its folder and its metrics."""
+    (tmp_path / "data").mkdir()
+    for split in ("train", "validation"):
+        (tmp_path / "data" / f"{split}.txt").write_text("\n".join(LINES) + "\n", encoding="utf-8")
+
+    def run(*options: object, output: str = "out") -> tuple[Path, dict]:
+        model = ["--config_overrides", CHUNKS, "--block_size", 16, "--max_steps", 3, "--learning_rate", 0.05]
+        paths = ["--dataset_path", tmp_path / "data", "--output_dir", tmp_path / output]
+        return tmp_path / output, call("run_clm", *paths, "--do_train", "--do_eval", *model, *options)
+
+    return run
 
 
-@pytest.mark.parametrize(("model_type", "blocks"), [("luna", "carried state"), ("mega", "lengths")])
-def test_other_blocks(run, tmp_path, model_type, blocks):
-    options = ["--model_type", model_type]
-    if model_type == "luna":
-        options += ["--config_overrides", f"{runs.TINY},position_embedding_type=sinusoidal"]
-    summary = run(*CHARACTERS, "--max_steps", "3", "--do_eval", *BLOCKS[blocks], *options)
-    assert math.isfinite(summary["eval_perplexity"])
-    name = type(AutoModelForCausalLM.from_pretrained(tmp_path / "out")).__name__
-    assert name == f"{model_type.capitalize()}ForCausalLM"
+@pytest.fixture
+def evaluate(script, tmp_path):
+    """Return a function that runs eval_lm.py, and returns the loss of each context."""
+
+    def run(model: Path, *options: object) -> dict[int, float]:
+        paths = ["--model_name_or_path", model, "--dataset_path", tmp_path / "data", "--device", "cpu"]
+        rows = script("eval_lm").main([*map(str, [*paths, "--output_dir", tmp_path / "scores", *options])])
+        return {row["context"]: row["loss"] for row in rows}
+
+    return run
 
 
-def test_words_with_an_adaptive_softmax(run):
-    adaptive = ",adaptive_input_cutoffs=[4,5],adaptive_softmax_cutoffs=[4,5],adaptive_input_factor=2"
-    words = ["--tokenization", "word", "--vocab_size", "100", "--validation_share", "0.5", "--block_size", "8"]
-    summary = run(*words, "--max_steps", "3", "--do_eval", "--config_overrides", TINY + adaptive)
-    assert math.isfinite(summary["eval_perplexity"])
+ADAPTIVE = ",adaptive_input_cutoffs=[4,5],adaptive_softmax_cutoffs=[4,5],adaptive_input_factor=2"
+CHARACTERS = ["--tokenization", "char", "--line_end", "newline", "--validation_share", 0.1]
+SETTINGS = {
+    "characters": CHARACTERS,
+    "bytes": ["--tokenization", "byte", "--line_end", "newline", "--min_block_size", 8],
+    "words": ["--tokenization", "word", "--line_end", "eos", "--validation_share", 0.3, "--eval_context", 40,
+              "--config_overrides", CHUNKS + ADAPTIVE],
+}  # fmt: skip
 
 
-def test_a_table_of_biases_has_one_chunk(script, corpus, tmp_path):
-    fields = {"hidden_size": 16, "num_hidden_layers": 1, "use_chunking": True, "chunk_size": 8}
-    fields |= {"is_decoder": True, "bidirectional": False, "relative_positional_bias": "simple"}
-    MegaForCausalLM(MegaConfig(vocab_size=20, **fields)).save_pretrained(tmp_path / "model")
-    tokenizers.train_characters(LINES).save_pretrained(tmp_path / "model")
-    options = ["--model_name_or_path", tmp_path / "model", "--output_dir", tmp_path / "scores", "--device", "cpu"]
-    options += ["--dataset_path", corpus, "--split", "train", "--line_end", "newline", "--chunk_size", 4]
-    with pytest.raises(SystemExit, match="rotary bias"):
-        script("eval_lm").main([*map(str, options)])
+@pytest.mark.parametrize("case", SETTINGS)
+def test_evaluation_equals_that_of_the_training(trained, evaluate, tmp_path, case):
+    model, metrics = trained(*SETTINGS[case])
+    context = 40 if "--eval_context" in SETTINGS[case] else 8192
+    losses = evaluate(model)
+    assert losses[context] == pytest.approx(metrics["eval_loss"], rel=1e-6)
+    assert sorted(losses) == sorted({128, 512, 2048, 8192, context})
+    evaluate(model, "--eval_context", 16, 64, "--chunk_size", 8, 12, "--eval_segment", 16)
+    scores = json.loads((tmp_path / "scores" / "scores.json").read_text(encoding="utf-8"))
+    assert [(row["chunk"], row["context"]) for row in scores] == [(8, 16), (8, 64), (12, 16), (12, 64)]
 
 
-def test_reported_scores_reach_the_callbacks(tmp_path):
-    """Callbacks receive reported scores as they receive those of `Trainer.evaluate`, for example to stop early."""
+def test_options_replace_settings(trained, evaluate, capsys):
+    """Evaluation and further training use the settings of the training, or say that they do not."""
+    model, metrics = trained(*CHARACTERS)
+    evaluate(model, "--eval_context", 64)
+    assert "evaluating the last 0.1 of the split train, as in the training" in capsys.readouterr().out
+    loss = evaluate(model, "--eval_context", 64, "--line_end", "eos", "--split", "validation")[64]
+    printed = capsys.readouterr().out
+    assert "--line_end eos is used, although the model was trained with newline" in printed
+    assert "evaluating the last" not in printed and loss != pytest.approx(metrics["eval_loss"], rel=1e-3)
+    evaluate(model, "--eval_context", 64, "--split", "train")
+    assert "--split train contains the text of the training; pass --last_share 0.1" in capsys.readouterr().out
+    options = ["--model_name_or_path", model, "--config_overrides", "", "--tokenization", "word", "--max_steps", 1]
+    more, _ = trained(*options, output="more")
+    assert "--tokenization word is not used, because the tokenizer is loaded" in capsys.readouterr().out
+    stored = AutoTokenizer.from_pretrained(more).init_kwargs["language_modeling"]
+    assert stored == {
+        "line_end": "newline", "text_column": "text", "validation_share": 0.0, "eval_context": 8192,
+        "eval_segment": 1024, "tokenization": "char",
+    }  # fmt: skip
 
-    class Seen(TrainerCallback):
-        def on_evaluate(self, args, state, control, metrics, **kwargs):
-            assert isinstance(args, TrainingArguments) and isinstance(state, TrainerState)
-            control.should_training_stop = metrics["eval_loss"] == 1.0
 
-    training = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
-    trainer = OrderedTrainer(torch.nn.Linear(1, 1), training, callbacks=[Seen()])
-    assert trainer.report({"loss": 1.0}, "eval")["eval_loss"] == 1.0 and trainer.control.should_training_stop
+def test_lengths_of_a_model_with_positions(trained, evaluate, script, tmp_path, capsys):
+    """By default, contexts and generated texts have at most the positions of the model."""
+    luna = ["--model_type", "luna", "--config_overrides", TINY, "--tokenization", "char", "--line_end", "newline"]
+    model, metrics = trained(*luna)
+    assert AutoTokenizer.from_pretrained(model).model_max_length == 16
+    capsys.readouterr()
+    assert evaluate(model) == {16: pytest.approx(metrics["eval_loss"], rel=1e-6)}
+    assert "--eval_context [16, 128, 512, 2048, 8192] is reduced to [16]" in capsys.readouterr().out
+    options = ["--model_name_or_path", model, "--prompt", "to be", "--output_dir", tmp_path / "text"]
+    script("generate_lm").main([*map(str, options), "--device", "cpu", "--temperature", "0"])
+    assert "--max_new_tokens 1000 is reduced to 12" in capsys.readouterr().out
+    assert len((tmp_path / "text" / "text.txt").read_text(encoding="utf-8")) <= 17
+
+
+def test_generation_prints_and_reads_lines(script, tmp_path):
+    """`</s>` is a newline in the text and in the prompt."""
+    tokenizer = train_words(LINES, 100)
+    prompt = language_modeling.encode_prompt("to be\n or", tokenizer, "eos")
+    assert prompt.tolist() == [tokenizer.convert_tokens_to_ids(["to", "be", "</s>", "or"])]
+    with (tmp_path / "text.txt").open("w", encoding="utf-8") as file:
+        streamer = script("generate_lm").MeasuredStreamer(tokenizer, file, 1000, tokenizer.eos_token_id)
+        continued = tokenizer.convert_tokens_to_ids(["not", "</s>", "to", "</s>", "</s>", "be"])
+        for token in (prompt, *prompt.new_tensor(continued)):
+            streamer.put(token)
+        streamer.end()
+    assert (tmp_path / "text.txt").read_text(encoding="utf-8") == "to be\nor not\nto\n\nbe"
+
+
+@pytest.fixture
+def generate(script, tmp_path):
+    """Return a function that runs the script with an untrained character model and returns its reports and text."""
+    tokenizer = train_characters(["abcdefgh \n"])
+    tokenizer.save_pretrained(tmp_path / "model")
+
+    def run(*options, **fields):
+        MegaForCausalLM(MegaConfig(vocab_size=len(tokenizer), **FIELDS | fields)).save_pretrained(tmp_path / "model")
+        paths = ["--model_name_or_path", tmp_path / "model", "--output_dir", tmp_path / "text"]
+        reports = script("generate_lm").main([*map(str, [*paths, "--prompt", "ab", "--device", "cpu", *options])])
+        return reports, (tmp_path / "text" / "text.txt").read_text(encoding="utf-8")
+
+    return run
+
+
+def test_constant_memory(generate, tmp_path, capsys, monkeypatch):
+    """With chunks, the cache does not grow, and transformers does not note that a length is exceeded."""
+    notes: list[str] = []
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", notes.append)
+    options = ["--max_new_tokens", "120", "--report_every", "20", "--top_k", "3"]
+    rows, text = generate(*options, use_chunking=True, chunk_size=8, max_positions=8)
+    assert json.loads((tmp_path / "text" / "speed.json").read_text(encoding="utf-8")) == rows and not notes
+    assert [row["tokens"] for row in rows] == list(range(20, 121, 20))
+    assert len({row["cache_bytes"] for row in rows}) == 1 and rows[0]["cache_bytes"] > 0
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+    output = capsys.readouterr()
+    assert text in output.out and "cache_bytes" in output.err
+    assert text.startswith("ab") and len(text) > 60 and set(text) <= set("abcdefgh \n")
+    rows, _ = generate(*options)
+    assert rows[-1]["cache_bytes"] > 2 * rows[0]["cache_bytes"]
+    assert_error(generate, "has no tokens", "--prompt", "")
+
+
+def test_a_table_of_biases_has_one_chunk(generate, evaluate, tmp_path):
+    generate("--max_new_tokens", "1", use_chunking=True, chunk_size=8, relative_positional_bias="simple")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "validation.txt").write_text("ab\n", encoding="utf-8")
+    assert_error(evaluate, "rotary bias", tmp_path / "model", "--chunk_size", 4)

@@ -1,69 +1,46 @@
 """run_translation.py: tokenizers, data, training, averages of checkpoints, scores, translations."""
 
 import json
-import random
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoModelForSeq2SeqLM
 
+from luna_mega import LunaForConditionalGeneration, LunaSeq2SeqConfig
 from luna_mega.training import models
 from luna_mega.training.models import ModelArguments
 from luna_mega.training.optimization import milestone_schedule
 from luna_mega.training.tokenizers import make_bytes, train_joint_bpe
-from tests.examples.runs import assert_error, steps
+from tests.examples.contract import SCRIPTS, WORDS, pairs
+from tests.examples.runs import assert_error, log_history, write
 
-TINY = {
+TINY = {  # by the model type
     "luna": "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_size=64,projection_length=8,"
-    "dropout=0.0,attention_dropout=0.0,initializer_range=0.1",
-    "mega": "hidden_size=32,num_hidden_layers=1,intermediate_size=64,nffn_hidden_size=64,shared_representation_size=16,"
-    "ema_projection_size=4,normalization_type=layernorm,initializer_range=0.1,dropout_prob=0.0,hidden_dropout_prob=0.0,"
-    "attention_probs_dropout_prob=0.0,nffn_activation_dropout_prob=0.0",
+    "dropout=0.0,attention_dropout=0.0,initializer_range=0.1"
 }
-WORDS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier"}
+TRAIN = ["--do_train", "--per_device_train_batch_size", 32, "--learning_rate", "1e-2", "--label_smoothing_factor", 0.1]
 
 
-def make_pairs(count):
-    """Return pairs of the same numbers in two languages, translated word by word."""
-    chosen = [random.choices(list(WORDS), k=random.randint(1, 4)) for _ in range(count)]
-    return [{"en": " ".join(words) + ".", "de": " ".join(map(WORDS.get, words)) + "."} for words in chosen]
-
-
-@pytest.fixture
-def corpus(tmp_path) -> Path:
-    """Write a file per split, with a `translation` column as on the Hub; the test split has a column per language."""
-    folder = tmp_path / "numbers"
-    folder.mkdir()
-    splits = {"train": make_pairs(400), "validation": make_pairs(20)}
-    for name, pairs in splits.items():
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps({"translation": pair}) + "\n" for pair in pairs), encoding="utf-8"
-        )
-    other = tmp_path / "more"
-    other.mkdir()
-    (other / "test.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in make_pairs(20)), encoding="utf-8")
-    return folder
+def make_pairs(count: int) -> list[dict[str, str]]:
+    """Return pairs with a column per language."""
+    return [row["translation"] for row in pairs(count, seed=count)]
 
 
 @pytest.fixture
-def run(call, corpus, tmp_path):
+def run(call, tmp_path):
     """Return a function that runs the script with a tiny model and returns the summary."""
+    data = SCRIPTS["run_translation"].write(tmp_path / "numbers", train=400, validation=20)
+    new = ["--config_overrides", TINY["luna"], "--vocab_size", 300]
     short = ["--max_source_length", 16, "--max_target_length", 16, "--logging_steps", 10]
 
-    def main(*arguments, model_type="luna", **settings):
-        model = ["--model_type", model_type, "--config_overrides", TINY[model_type], "--vocab_size", 300]
-        model = [] if "--model_name_or_path" in arguments else model
-        paths = ["--dataset_path", corpus, "--output_dir", tmp_path / "out"]
-        return call("run_translation", *paths, *short, *model, *arguments, **settings)
+    def main(*arguments: object) -> dict:
+        paths = ["--dataset_path", data, "--output_dir", tmp_path / "out"]
+        return call("run_translation", *paths, *short, *new * ("--model_name_or_path" not in arguments), *arguments)
 
     return main
-
-
-TRAIN = ["--do_train", "--per_device_train_batch_size", 32, "--learning_rate", "1e-2", "--label_smoothing_factor", 0.1]
-OFTEN = ["--eval_strategy", "steps", "--eval_steps", 40, "--save_steps", 40, "--predict_with_generate"]
 
 
 def test_encode(script):
@@ -81,7 +58,7 @@ def test_encode(script):
 
 
 @pytest.mark.parametrize("side", ["source", "target"])
-def test_tokenizer_must_append_an_end_token(script, tmp_path, side):
+def test_tokenizer_must_append_an_end_token(tmp_path, side):
     joint = train_joint_bpe(["a b"], 260, 99)
     joint.save_pretrained(tmp_path)
     joint.save_pretrained(tmp_path / "target")
@@ -90,19 +67,14 @@ def test_tokenizer_must_append_an_end_token(script, tmp_path, side):
     assert first is not second and first("b").input_ids == second("b").input_ids == joint("b").input_ids
     bare = make_bytes()
     bare.save_pretrained(tmp_path if side == "source" else tmp_path / "target")
-    with pytest.raises(SystemExit, match="does not end a sentence"):
-        models.make_both_tokenizers(arguments, [], 99)
+    assert_error(models.make_both_tokenizers, "does not end a sentence", arguments, [], 99)
 
 
-def test_milestones(script):
+def test_milestones():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=2.0)
-    schedule = milestone_schedule(optimizer, 4, [6, 8], 0.1)
-    rates = []
-    for _ in range(10):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    assert rates == pytest.approx([0, 0.5, 1, 1.5, 2, 2, 0.2, 0.2, 0.02, 0.02])
+    schedule = milestone_schedule(optimizer, 4, [6, 8], 0.1).lr_lambdas[0]
+    factors = [schedule(step) for step in range(10)]
+    assert factors == pytest.approx([0, 0.25, 0.5, 0.75, 1, 1, 0.1, 0.1, 0.01, 0.01])
     late = milestone_schedule(optimizer, 2, [9], 0.1, start=0.5).lr_lambdas[0]
     assert [late(step) for step in (0, 1, 2, 8, 9)] == pytest.approx([0.5, 0.75, 1, 1, 0.1])
     for warmup in (0, 1):
@@ -111,7 +83,7 @@ def test_milestones(script):
 
 
 @pytest.fixture
-def checkpoints(tmp_path):
+def checkpoints(tmp_path) -> Path:
     """Write four checkpoints; the loss is lowest at steps 5 and 100."""
     losses = {5: 1.0, 20: 3.0, 30: 4.0, 100: 2.0}
     for step in losses:
@@ -119,9 +91,8 @@ def checkpoints(tmp_path):
         weights = {"weight": torch.full((2,), float(step), dtype=torch.bfloat16), "count": torch.tensor(step)}
         save_file(weights, tmp_path / f"checkpoint-{step}" / "model.safetensors")
     history = [{"step": step, "eval_loss": loss, "eval_bleu": loss} for step, loss in losses.items()]
-    (tmp_path / "checkpoint-100" / "trainer_state.json").write_text(
-        json.dumps({"log_history": history}), encoding="utf-8"
-    )
+    text = json.dumps({"log_history": history})
+    (tmp_path / "checkpoint-100" / "trainer_state.json").write_text(text, encoding="utf-8")
     return tmp_path
 
 
@@ -133,60 +104,42 @@ def test_averages_of_checkpoints(script, checkpoints):
         mean = averaging.average(chosen)
         assert mean["weight"].tolist() == [sum(used) / 2] * 2 and mean["weight"].dtype is torch.bfloat16
         assert mean["count"] == used[-1]
-    for count, metric, message in (
-        (5, None, "has 4 checkpoints, too few"),
-        (2, "eval_x", "-5 has no eval_x"),
-    ):
-        with pytest.raises(SystemExit, match=message):
-            averaging.choose_checkpoints(str(checkpoints), count, metric)
+    for count, metric, message in ((5, None, "has 4 checkpoints, too few"), (2, "eval_x", "-5 has no eval_x")):
+        assert_error(averaging.choose_checkpoints, message, str(checkpoints), count, metric)
     save_file({"other": torch.zeros(1)}, checkpoints / "checkpoint-100" / "model.safetensors")
-    with pytest.raises(SystemExit, match="contains another model"):
-        averaging.average([checkpoints / "checkpoint-30", checkpoints / "checkpoint-100"])
+    assert_error(
+        averaging.average, "contains another model", [checkpoints / f"checkpoint-{step}" for step in (30, 100)]
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["luna", "mega"])
-def test_training_learns_resumes_averages_and_loads(run, script, corpus, tmp_path, capsys, model_type):
-    more = ["--do_eval", "--do_predict", "--test_paths", corpus.parent / "more"]
-    first = run(*TRAIN, *OFTEN, *more, "--max_steps", 160, "--average_checkpoints", 2, model_type=model_type)
+def test_scores_translations_and_averages(run, script, tmp_path, capsys):
+    """A model learns; BLEU is that of the written translations of another test set, and the weights are a mean."""
+    other, out = write(make_pairs(20), tmp_path / "more" / "test.jsonl"), tmp_path / "out"
+    often = ["--eval_strategy", "steps", "--eval_steps", 80, "--save_steps", 80, "--max_steps", 160, "--do_eval"]
+    first = run(*TRAIN, *often, "--do_predict", "--test_paths", other, "--average_checkpoints", 2)
     assert first["eval_bleu"] > 50 and first["more_bleu"] > 50
-    assert "averaged checkpoint-120, checkpoint-160\n" in capsys.readouterr().out
+    assert "averaged checkpoint-80, checkpoint-160\n" in capsys.readouterr().out
     assert first["bleu_signature"].startswith("nrefs:1|case:mixed|eff:no|tok:13a|smooth:exp|version:")
-    out = tmp_path / "out"
-    weights = [load_file(path / "model.safetensors") for path in (out, out / "checkpoint-120", out / "checkpoint-160")]
+    weights = [load_file(path / "model.safetensors") for path in (out, out / "checkpoint-80", out / "checkpoint-160")]
     for name, mean in weights[0].items():
         torch.testing.assert_close(mean, (weights[1][name] + weights[2][name]) / 2)
-
-    model, tokenizer = (kind.from_pretrained(out) for kind in (AutoModelForSeq2SeqLM, AutoTokenizer))
-    assert (model.generation_config.num_beams, model.generation_config.max_length) == (5, 17)
-    rows = [
-        json.loads(line) for line in (corpus.parent / "more" / "test.jsonl").read_text(encoding="utf-8").splitlines()
-    ]
+    generation = AutoModelForSeq2SeqLM.from_pretrained(out).generation_config
+    assert (generation.num_beams, generation.max_length) == (5, 17)
     written = (out / "translations.more.de").read_text(encoding="utf-8").splitlines()
-    for row, line in list(zip(rows, written, strict=True))[:5]:
-        ids = model.generate(**tokenizer(row["en"], return_tensors="pt"))
-        assert tokenizer.decode(ids[0], skip_special_tokens=True) == line
-    references = [[row["de"] for row in rows]]
+    references = [[row["de"] for row in make_pairs(20)]]
     assert script("run_translation").BLEU().corpus_score(written, references).score == pytest.approx(first["more_bleu"])
-
-    run(*TRAIN, *OFTEN, "--max_steps", 164, "--resume_from_checkpoint", "last", model_type=model_type)
-    assert steps(out) == 164
     again = ["--model_name_or_path", out, "--do_eval", "--average_checkpoints", 2, "--average_by", "best"]
-    capsys.readouterr()
     run(*again, "--output_dir", tmp_path / "again")
     assert capsys.readouterr().out.count("checkpoint-") == 2
 
 
-def test_separate_vocabularies(run, script, corpus, tmp_path):
+def test_separate_vocabularies(run, tmp_path):
     """A checkpoint with a tokenizer per language, as the converter writes it, can be trained and saved."""
-    from luna_mega import LunaForConditionalGeneration, LunaSeq2SeqConfig
-
-    train_bpe = train_joint_bpe
-    tokenizers = [train_bpe(words, size, 99) for words, size in ((WORDS, 264), (WORDS.values(), 261))]
-    fields = dict(item.split("=") for item in TINY["luna"].split(","))
-    fields = {name: float(value) if "." in value else int(value) for name, value in fields.items()}
-    fields |= {"vocab_size": len(tokenizers[0]), "decoder_vocab_size": len(tokenizers[1])}
-    config = LunaSeq2SeqConfig(share_encoder_decoder_embeddings=False, **fields)
+    tokenizers = [train_joint_bpe(words, size, 99) for words, size in ((WORDS, 264), (WORDS.values(), 261))]
+    sizes = {"vocab_size": len(tokenizers[0]), "decoder_vocab_size": len(tokenizers[1])}
+    config = LunaSeq2SeqConfig(share_encoder_decoder_embeddings=False, **sizes)
+    config.update_from_string(TINY["luna"])
     folder = tmp_path / "apart"
     LunaForConditionalGeneration(config).save_pretrained(folder)
     tokenizers[0].save_pretrained(folder)
@@ -197,11 +150,11 @@ def test_separate_vocabularies(run, script, corpus, tmp_path):
         loaded = models.make_both_tokenizers(ModelArguments(tokenizer_name=str(tmp_path / place)), [], 99)
         assert [len(tokenizer) for tokenizer in loaded] == [len(tokenizers[0]), len(tokenizers[1])]
     tokenizers[0].save_pretrained(folder / "target")
-    with pytest.raises(SystemExit, match="the target tokenizer has 264 tokens, the decoder only 261"):
-        run(*TRAIN, "--model_name_or_path", folder, "--output_dir", tmp_path / "other")
+    message = "the target tokenizer has 264 tokens, the decoder only 261"
+    assert_error(run, message, *TRAIN, "--model_name_or_path", folder, "--output_dir", tmp_path / "other")
 
 
-def test_apollo_follows_the_schedule_and_clips_each_gradient(run, script, monkeypatch, tmp_path):
+def test_apollo_follows_the_schedule_and_clips_each_gradient(run, monkeypatch, tmp_path):
     """Apollo follows the schedule and clips each gradient.
 
     Its first step moves a parameter by lr / eps |g|, because the curvature is 0. Without `--predict_with_generate`,
@@ -219,7 +172,7 @@ def test_apollo_follows_the_schedule_and_clips_each_gradient(run, script, monkey
     options += ["--lr_scheduler_type", "constant_with_warmup", "--milestones", 3, "--warmup_steps", 2]
     options += ["--eval_strategy", "steps", "--eval_steps", 2]
     summary = run(*TRAIN, *options, "--warmup_init_lr", 1e-4, "--save_strategy", "no")
-    history = json.loads((tmp_path / "out" / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    history = log_history(tmp_path / "out")
     rates = [entry["learning_rate"] for entry in history if "learning_rate" in entry]
     assert rates == pytest.approx([1e-4, 5.05e-3, 1e-2, 1e-3])
     assert sum("eval_bleu" in entry for entry in history) == 1 and "eval_bleu" in summary  # after the training

@@ -1,7 +1,6 @@
 """Parts of `luna_mega.training`: tokenizers, models and their lengths, plots, progress, and float32 products."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -9,19 +8,15 @@ from hypothesis import given, strategies as st
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    BertTokenizer,
-    DistilBertConfig,
-    LlamaConfig,
     PreTrainedTokenizerFast,
-    RobertaConfig,
+    TrainerCallback,
     TrainerState,
+    TrainingArguments,
 )
 
 from luna_mega import LunaSeq2SeqConfig, MegaSeq2SeqConfig
-from luna_mega.training import load_tokenizer, models as training_models
-from luna_mega.training.models import CheckpointArguments, ModelArguments, longest_input, make_config
+from luna_mega.training import load_tokenizer
+from luna_mega.training.models import ModelArguments, longest_input, make_config, make_model
 from luna_mega.training.plots import plot_losses
 from luna_mega.training.products import product_error, use_onednn
 from luna_mega.training.tokenizers import (
@@ -32,21 +27,15 @@ from luna_mega.training.tokenizers import (
     train_joint_bpe,
     train_words,
 )
-from luna_mega.training.trainer import ProgressBar
-from tests.examples.contract import MEGA, reviews
-from tests.examples.runs import write
-from tests.marks import slow_but
+from luna_mega.training.trainer import OrderedTrainer, ProgressBar
+from tests.examples.runs import assert_error
 
 TEXTS = ["the quick brown fox", "the lazy dog", "quick dogs and lazy foxes"] * 20
 
 
-@pytest.fixture(scope="module")
-def bpe():
-    return train_bpe(TEXTS, vocab_size=300, model_max_length=64)
-
-
-def test_bpe(bpe, tmp_path):
+def test_bpe(tmp_path):
     """Ids and formats of RoBERTa; the first word has a leading space, and the mask takes the space before it."""
+    bpe = train_bpe(TEXTS, vocab_size=300, model_max_length=64)
     assert bpe.convert_tokens_to_ids(["<s>", "<pad>", "</s>", "<unk>"]) == [0, 1, 2, 3]
     assert bpe.mask_token_id == len(bpe) - 1 < 300 and bpe.model_max_length == 64
     first, second = (bpe(text, add_special_tokens=False)["input_ids"] for text in ("the fox", "dogs"))
@@ -66,13 +55,6 @@ def test_vocabulary_of_a_bpe(train, least):
         train(TEXTS, least - 1, 64)
 
 
-def test_joint_bpe_ends_with_the_end_token():
-    tokenizer = train_joint_bpe(["Zwei Männer.", "Two men's  dog"] * 9, vocab_size=300, model_max_length=9)
-    assert (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.model_max_length) == (1, 3, 9)
-    assert tokenizer.tokenize("Zwei Zwei") == ["ĠZwei", "ĠZwei"]
-    assert tokenizer("two")["input_ids"][-1] == tokenizer.eos_token_id == 2
-
-
 @given(text=st.text(st.sampled_from("ab Zé文🙂\t\n\u00a0'.<"), max_size=12))
 def test_every_text_survives(text):
     """Tokens of all texts are known, and decode to the text; a joint BPE reads texts without spaces around them."""
@@ -82,6 +64,8 @@ def test_every_text_survives(text):
         assert tokenizer.unk_token_id not in ids and not {0, 1, 2} & set(ids)
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == read
         assert [tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id] == [0, 1, 2]
+        assert isinstance(tokenizer, PreTrainedTokenizerFast)
+        assert list(tokenizer("a", "b")) == ["input_ids", "attention_mask"]  # no token types
     assert len(ids) == len(text.encode())
 
 
@@ -89,59 +73,6 @@ def test_words():
     words = train_words(["a a a b b c", "a <unk> <unk>\td"], vocab_size=6)
     assert words.get_vocab() == {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 4, "b": 5}
     assert words("a c <unk>b", add_special_tokens=False)["input_ids"] == [4, 3, 3, 5]
-
-
-@pytest.mark.parametrize(
-    "made",
-    [make_bytes(), make_words("ab"), train_characters(["ab"]), train_bpe(["ab"], 300, 16)],
-    ids=["bytes", "words", "characters", "bpe"],
-)
-def test_tokenizers_of_the_package_return_no_types(made):
-    assert isinstance(made, PreTrainedTokenizerFast) and list(made("a", "b")) == ["input_ids", "attention_mask"]
-
-
-@pytest.fixture
-def bert(tmp_path) -> PreTrainedTokenizerFast:
-    """Return BERT's tokenizer, which returns two token types."""
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]
-    BertTokenizer(vocab={word: index for index, word in enumerate(words)}).save_pretrained(tmp_path / "bert")
-    return AutoTokenizer.from_pretrained(tmp_path / "bert")
-
-
-def test_models_and_token_types(bert, tmp_path):
-    """A new Mega has the types of the tokenizer; the tokenizer of a saved model without a second type returns none."""
-    config = make_config(ModelArguments(model_type="mega", config_overrides=MEGA), bert, 16)
-    assert config.add_token_type_embeddings and config.type_vocab_size == 2
-    for config in (DistilBertConfig(), RobertaConfig(type_vocab_size=1), LlamaConfig()):
-        config.update({"pad_token_id": 0, "max_position_embeddings": 32})
-        config.save_pretrained(tmp_path)
-        loaded = AutoTokenizer.from_pretrained(tmp_path / "bert")
-        make_config(CheckpointArguments(str(tmp_path)), loaded, 16)
-        assert "token_type_ids" not in loaded("a", "b")
-
-
-V4 = ["hf_mlm_laplace_simple_batchnorm", "hf_mlm_laplace_simple_chunk", "hf_mlm_softmax_rotary_rmsnorm", "hf_seqcls"]
-
-
-@pytest.fixture
-def words(tmp_path):
-    """Save a tokenizer of words, return its option; v4 folders have 100 tokens, fewer than a byte-level BPE needs."""
-    train_words([row["text"] for row in reviews(16, seed=0)], 100).save_pretrained(tmp_path / "words")
-    return ["--tokenizer_name", tmp_path / "words"]
-
-
-@pytest.mark.parametrize("name", slow_but(["hf_seqcls"], V4))
-def test_v4_folder_is_fine_tuned_on_glue(name, call, words, parity_folder, tmp_path):
-    folder, output = parity_folder("mega", name), tmp_path / "out"
-    write(reviews(16, seed=0), tmp_path / "data" / "train.jsonl")
-    model = ["--task_name", "sst2", "--dataset_path", tmp_path / "data", "--max_seq_length", 24]
-    model += ["--model_name_or_path", folder, "--ignore_mismatched_sizes", *words, "--do_train", "--output_dir", output]
-    call("run_glue", *model, "--save_strategy", "no", "--max_steps", 1, "--learning_rate", 0)
-    before, after = (AutoModelForSequenceClassification.from_pretrained(path).mega for path in (folder, output))
-    torch.testing.assert_close(dict(after.named_parameters()), dict(before.named_parameters()), rtol=0, atol=0)
-    for flag in ("legacy_rms_norm", "legacy_bias_table"):
-        assert getattr(after.config, flag) == getattr(before.config, flag)
-    assert before.config.legacy_rms_norm == name.endswith("rmsnorm")
 
 
 LENGTHS = {
@@ -154,19 +85,16 @@ LENGTHS = {
 
 
 @pytest.mark.parametrize("case", LENGTHS)
-def test_inputs_longer_than_the_positions(case, words):
+def test_inputs_longer_than_the_positions(case):
     overrides, fits = LENGTHS[case]
-    module = training_models
-    model = module.ModelArguments(model_type="mega", config_overrides=overrides, tokenizer_name=words[1])
-    tokenizer = module.make_tokenizer(model, [], 24)
-    tokenizer.model_max_length = 8  # the block length of pretraining
+    model = ModelArguments(model_type="mega", config_overrides=overrides)
+    tokenizer = make_words("abc", model_max_length=8)  # the block length of pretraining
     if fits:
-        input_ids = torch.randint(5, len(tokenizer), (2, 24))
-        module.make_model(AutoModelForMaskedLM, model, module.make_config(model, tokenizer, 24))(input_ids)
+        config = make_config(model, tokenizer, 24)
+        make_model(AutoModelForMaskedLM, model, config)(torch.randint(4, len(tokenizer), (2, 24)))
         assert tokenizer.model_max_length == 24
     else:
-        with pytest.raises(SystemExit, match="inputs of 24 tokens do not fit in the 8 positions"):
-            module.make_config(model, tokenizer, 24)
+        assert_error(make_config, "inputs of 24 tokens do not fit in the 8 positions", model, tokenizer, 24)
 
 
 def test_longest_input():
@@ -181,19 +109,13 @@ def test_longest_input():
         assert longest_input(AutoConfig.for_model(model_type, max_position_embeddings=512)) == longest
 
 
-def test_names_are_not_formulas(tmp_path):
-    pytest.importorskip("matplotlib")
-    history = [{"step": 3, "train_loss": 2.0}, {"step": 3, "eval_loss": 1.0, "eval_bleu": 5.0}]
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}), encoding="utf-8")
-    plot_losses({"$x_{": tmp_path}, tmp_path / "plot.png")
-    assert (tmp_path / "plot.png").stat().st_size > 1000
-
-
 def test_plot_of_losses(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     history = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}, {"step": 2, "eval_loss": 1.5}]
     history += [{"step": 2, "eval_accuracy": 0.5, "eval_runtime": 9.0, "eval_samples_per_second": 1.0}]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}), encoding="utf-8")
+    plot_losses({"$x_{": tmp_path}, tmp_path / "plot.png")  # names are not formulas
+    assert (tmp_path / "plot.png").stat().st_size > 1000
     drawn = {}
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file: drawn.update({file: figure}))
     plot_losses({"a": tmp_path, "b": tmp_path}, "losses.png")
@@ -221,7 +143,6 @@ def test_progress_of_a_new_and_of_a_resumed_run(first, capsys):
 
 AMD = {"cpu_name": "AMD EPYC 9B45", "avx512_bw": True}
 SETTING = torch.backends.mkldnn.matmul
-EMPTY = ["--model_name_or_path", "{folder}", "--output_dir", "{folder}/out"]
 
 
 def exact(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -239,59 +160,44 @@ def others() -> list:
     return [torch.backends.cuda.matmul.allow_tf32, *(part.fp32_precision for part in parts)]
 
 
-@pytest.mark.parametrize(
-    ("device", "cpu", "product", "chosen"),
-    [
-        ("cpu", AMD, exact, True),
-        ("cpu", AMD, in_bfloat16, False),
-        ("cpu", AMD, lambda a, b: exact(a, b) * torch.nan, False),
-        ("cpu", AMD | {"avx512_bw": False}, exact, False),
-        ("cpu", AMD | {"cpu_name": "Intel Xeon"}, exact, False),
-        ("cpu", {"sve": True}, exact, False),
-        ("cuda", AMD, exact, False),
-    ],
-    ids=["amd", "bfloat16", "nan", "amd without avx512", "intel", "arm", "gpu"],
-)
-def test_choice(device, cpu, product, chosen, capsys):
+PRODUCTS = {
+    "amd": ("cpu", AMD, exact, True),
+    "bfloat16": ("cpu", AMD, in_bfloat16, False),
+    "nan": ("cpu", AMD, lambda a, b: exact(a, b) * torch.nan, False),
+    "amd without avx512": ("cpu", AMD | {"avx512_bw": False}, exact, False),
+    "intel": ("cpu", AMD | {"cpu_name": "Intel Xeon"}, exact, False),
+    "arm": ("cpu", {"sve": True}, exact, False),
+    "gpu": ("cuda", AMD, exact, False),
+}
+
+
+@pytest.mark.parametrize("case", PRODUCTS)
+def test_choice(case, capsys):
+    """OneDNN is chosen for products on the CPU only; other settings and random numbers do not change."""
+    device, cpu, product, chosen = PRODUCTS[case]
     legacy, before, state = torch.get_float32_matmul_precision(), others(), torch.get_rng_state()
     use_onednn(device, cpu=cpu, product=product)
     assert SETTING.fp32_precision == ("bf16" if chosen else "none") and others() == before
-    assert torch.equal(torch.get_rng_state(), state)
-    assert capsys.readouterr().out.count("\n") == chosen
+    assert torch.equal(torch.get_rng_state(), state) and capsys.readouterr().out.count("\n") == chosen
     SETTING.fp32_precision = "none"
     assert torch.get_float32_matmul_precision() == legacy
 
 
-def test_setting_of_the_user_is_kept():
+def test_products():
+    """A setting of the user is kept; the error of a product is that of its numbers."""
     SETTING.fp32_precision = "ieee"
     use_onednn("cpu", cpu=AMD, product=exact)
     assert SETTING.fp32_precision == "ieee"
-
-
-def test_error_of_products():
     assert product_error(exact) < 1e-7 < product_error(torch.matmul) < 5e-6 < 1e-3 < product_error(in_bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("run_glue", [*EMPTY, "--task_name=sst2", "--do_eval", "--use_cpu"]),
-        ("eval_lm", [*EMPTY, "--device=cpu"]),
-        ("demo", []),
-    ],
-)
-def test_scripts(script, monkeypatch, tmp_path, name, options):
-    """The script ends with an error after the choice, because there are no models."""
-    module, threads = script(name), torch.get_num_threads()
-    choose = partial(use_onednn, cpu=AMD, product=exact)
-    for place in ("luna_mega.training.use_onednn", "luna_mega.training.runs.use_onednn"):
-        monkeypatch.setattr(place, choose)
-    if name == "demo":
-        monkeypatch.setattr(module, "FIXTURES", tmp_path)
-        monkeypatch.setattr(module, "disable_progress_bars", lambda: None)
-        monkeypatch.setattr(module, "disable_progress_bar", lambda: None)
-        options = ["--output_dir", "{folder}/out"]
-    with pytest.raises((SystemExit, OSError)):
-        module.main([option.format(folder=tmp_path) for option in options])
-    torch.set_num_threads(threads)
-    assert SETTING.fp32_precision == "bf16"
+def test_reported_scores_reach_the_callbacks(tmp_path):
+    """Callbacks receive reported scores as they receive those of `Trainer.evaluate`, for example to stop early."""
+
+    class Seen(TrainerCallback):
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            control.should_training_stop = metrics["eval_loss"] == 1.0
+
+    training = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)
+    trainer = OrderedTrainer(torch.nn.Linear(1, 1), training, callbacks=[Seen()])
+    assert trainer.report({"loss": 1.0}, "eval")["eval_loss"] == 1.0 and trainer.control.should_training_stop
