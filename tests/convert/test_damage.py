@@ -227,6 +227,8 @@ TENSORS = [
     ("luna_bert", {f"{ENCODER}.embed_tokens.weight": (17,)}, "[17], expected [vocabulary, width]"),
     ("luna_bert", {"encoder.lm_head.bias": (18,)}, "[18], the model needs [17]"),
     ("luna_bert", {"x": (3,)}, "unexpected: x"),
+    ("luna_bert", {"x.layers.7.self_attn.pq_proj.bias": (3,)}, "has layers in 'encoder.sentence_encoder.layers', 'x."),
+    ("luna_bert", {f"{ENCODER}.layers.": None}, "a Luna checkpoint, but of none of the kinds that are known"),
     ("luna_bert", {"long_" * 1000: (1,)}, "unexpected: long_long_"),
     ("luna_bert", {f"{LAYER}.fc1.bias": None}, f"missing: {LAYER}.fc1.bias"),
     ("mega_lra", {f"{MEGA}.move.alpha": (16, 4, 1)}, "[16, 4, 1], the model needs [32, 4, 1]"),

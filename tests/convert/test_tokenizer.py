@@ -374,3 +374,11 @@ def test_sentencepiece(tmp_path):
     tokenizer = translation_tokenizer(dictionary_of(tmp_path, symbols))
     assert tokenizer("▁ein ▁Ha us .").input_ids == [4, 5, 6, 7, 2]
     assert tokenizer.decode([4, 5, 6, 7, 2], skip_special_tokens=True) == "ein Haus."
+
+
+def test_a_word_of_two_at_signs(tmp_path):
+    """The symbol `@@` is a word, not the start of one."""
+    codes = write_codes(tmp_path, [("@", "@</w>")])
+    tokenizer = translation_tokenizer(dictionary_of(tmp_path, ["@@", "a@@", "a"]), codes)
+    assert tokenizer("a @@ aa").input_ids == [6, 4, 5, 6, 2]
+    assert tokenizer.decode([6, 4, 5, 6]) == "a @@ aa"

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from luna_mega import MegaForMaskedLM
 from luna_mega.convert import importer
 from luna_mega.inspection import verify as module
 from luna_mega.inspection.verify import verify
@@ -108,6 +109,22 @@ def test_folders_of_transformers_4(name, parity_folder, tmp_path, capsys):
     assert found["within"] is True and found["source"] == "a fixture" and "hidden_states.2" in found["outputs"]
     assert main(["verify", str(folder), str(record), "--tolerance", "0"]) == 1
     assert re.search(r"largest difference \d.\de-\d+, largest output \d.\de\+\d+: MORE THAN 0", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_record_in_float64_is_compared_in_float64(dtype, masked_lm, tmp_path):
+    folder, record = masked_lm
+    with torch.no_grad():
+        output = MegaForMaskedLM.from_pretrained(folder, dtype=torch.float64).eval()(
+            record["input_ids"], record["attention_mask"], output_hidden_states=True
+        )
+    record |= {"logits": output.logits.to(dtype), "hidden_states.1": output.hidden_states[1].to(dtype)}
+    file = write_record(tmp_path / "recorded", record, folder)
+    assert verify(folder, file, tolerance=1e-12).within is False
+    for name in ("hidden_states.0", "hidden_states.2"):  # recorded in float32
+        del record[name]
+    file = write_record(tmp_path / "recorded", record, folder)
+    assert verify(folder, file, tolerance=1e-12).within is (dtype == torch.float64)
 
 
 def constant(x):
