@@ -42,6 +42,9 @@ NO_FFN = {"ffn": False, "truncation_length": 9}
 SPEECH = {"arch": "mega_sc_raw_big", "values": True, "norm_type": "batchnorm", "prenorm": True, "classes": 10}
 NO_SIZES = {"encoder_layers": None, "encoder_attention_heads": None}
 UNTIED = {"tied": False, "tied_lm": False}
+TASKS = [("masked_lm", ("a", 3)), ("sentence_prediction", ("a", 3), ("b", 2)), ("sentence_prediction",)]
+TASKS += [("commonsense_qa", ("a", 1)), ("sentence_ranking", ("a", 4))]
+CUTOFFS = {"input_cutoff": "12, 20,32", "softmax_cutoff": "12,21"}  # may end with the size of the vocabulary
 # Independent fields share a checkpoint.
 BUILDERS = [
     (luna.bert, [{}, UNTIED, UNTIED | {"untie_luna_kv": True, "untie_weights_luna": True}]),
@@ -51,6 +54,9 @@ BUILDERS = [
     (luna.bert, [{"arch": "luna_large_512", "task": None, "max_positions": None} | NO_SIZES]),
     (luna.bert, [{"activation_fn": "relu", "dropout": 0.2, "attention_dropout": 0.3, "activation_dropout": 0.4}]),
     (luna.bert, [{"encoder_layerdrop": 0.1, "tensorboard_logdir": "", "lr": [0.0006], "stop_min_lr": -1}]),
+    (luna.bert, [{"heads": heads, "task": task} for task, *heads in TASKS]),
+    (luna.bert, [{"untie_weights_luna": True}, {"tied_lm": False, "untie_weights_luna": False}]),
+    (luna.bert, [{"encoder_ffn_embed_dim": 99, "max_positions": 512, "untie_luna_kv": True}]),
     (luna.bert23, [{}]),
     (luna.lra21, [{}, {"sen_rep_type": "mp"}, {"use_p": True}, {"use_p": True, "tied": True, "tie_kv": True}]),
     (luna.lra21, [{"tied": True, "depth": 2, "classifier_activation_fn": "tanh", "classes": 3}]),
@@ -74,11 +80,14 @@ BUILDERS = [
     (mega.mega, [{"arch": f"mega_lra_{x}"} | OLD for x in ("listop", "imdb", "aan")]),
     (mega.mega, [{"arch": f"mega_{x}", "values": True} | OLD for x in ("lra_cifar10", "lra_pf32", "lra_pf128")]),
     (mega.mega, [{"arch": f"mega_sc_raw_{x}", "values": True} | OLD for x in ("base", "big")]),
+    (mega.mega, [{"arch": "mega_lra_cifar10", "pixel_normalization": x} | IMAGE for x in ([0.48, 0.24], None)]),
     (mega_lm.mega_lm, [*mega_lm.KINDS.values(), mega_lm.KINDS["adaptive"] | {"branch": "flash"}]),
     (mega_lm.mega_lm, [{"arch": "mega_lm_adaptive_big", "activation_dropout": None, "dropout": 0.25}]),
     (mega_lm.mega_lm, [{"arch": f"mega_lm_{x}", "activation_dropout": None} for x in ("big", "enwik8_large")]),
+    (mega_lm.mega_lm, [{"tied": x, "share_decoder_input_output_embed": not x} for x in (True, False)]),
+    (mega_lm.mega_lm, [mega_lm.KINDS["adaptive"] | {f"adaptive_{x}": y} for x, y in CUTOFFS.items()]),
     (translation.mega_seq2seq, MEGA_KINDS.values()),
-    (mega.mega_image, mega.IMAGES),
+    (mega.mega_image, [*mega.IMAGES, {"input_size": 384, "nb_classes": 7}]),
     (megalodon.folder, [{}, {"ranks": 2, "dtype": "bf16"}, {"extra": 256}, {"swiglu": True, "share_emb": True}]),
     (megalodon.folder, [{"scale_emb": True, "rope_base": 500.0, "output_size": 5, "norm_eps": 1e-3, "dropout": 0.1}]),
     (
@@ -247,15 +256,6 @@ def test_command_and_function_agree(case, tmp_path, monkeypatch, capsys):
     assert not Path("c").exists()
 
 
-def test_function_checks_its_options(tmp_path):
-    for options in ({"dtype": "int8"}, {"layer_norm": "minus-one"}, {"ema_convention": "x"}):
-        (name,) = options
-        with pytest.raises(ValueError, match=f"{name} must be one of .*, got '{options[name]}'"):
-            convert_checkpoint(tmp_path, tmp_path, **options)
-    with pytest.raises(ConversionError, match="no such file"):
-        convert_checkpoint(tmp_path / "nowhere.pt", tmp_path / "output")
-
-
 @pytest.fixture
 def file(tmp_path):
     """Return a checkpoint in an otherwise empty folder."""
@@ -268,15 +268,6 @@ def test_empty_output_folder_and_new_parents(file, tmp_path, with_code):
         convert_checkpoint(file, output)
         names = {"README.md", "config.json", "conversion_report.json", "luna_mega_code", "model.safetensors"}
         assert {path.name for path in output.iterdir()} - {"new"} == names
-
-
-def test_occupied_output(file, tmp_path, capsys):
-    output = tmp_path / "model"
-    output.mkdir()
-    (output / "mine").write_text("precious", encoding="utf-8")
-    assert "not empty" in command_error(capsys, "convert", file, "--output", output)
-    assert "is a file" in command_error(capsys, "convert", file, "--output", output / "mine")
-    assert [path.read_text(encoding="utf-8") for path in output.iterdir()] == ["precious"]
 
 
 EXCEPTIONS = {"full disk": OSError("no space left"), "interrupt": KeyboardInterrupt(), "bug": Exception("bug")}
@@ -376,14 +367,6 @@ def test_no_text_of_the_report_keeps_a_path(tmp_path):
     for file in filter(Path.is_file, output.rglob("*")):
         assert b"home/me" not in file.read_bytes() and b"~me" not in file.read_bytes(), file.name
     assert "home/me" not in str(report).replace(str(output), "")
-
-
-def test_locale_without_utf8_is_named(file, tmp_path, monkeypatch):
-    """A locale without UTF-8 raises an error that names it; `test_locale_of_a_process` uses a real locale."""
-    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
-    monkeypatch.setattr(os, "fsencode", lambda text: os.fspath(text).encode("ascii", "surrogateescape"))
-    with pytest.raises(ConversionError, match="the locale's encoding is ascii, set PYTHONUTF8=1"):
-        convert_checkpoint(file, tmp_path / "bé")
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from tests.convert.contract import changed, check_arrived, save, weights
 from tests.convert.folders import half, load
 from tests.convert.luna import bert, lra23
 from tests.convert.mega import BODY, POSITIONS, mega, mega_image
-from tests.convert.mega_lm import KINDS, VOCABULARY, mega_lm
+from tests.convert.mega_lm import KINDS, mega_lm
 from tests.convert.translation import SINUSOIDAL, checkpoint, luna_seq2seq, mega_seq2seq
 
 HEADS = {
@@ -27,14 +27,10 @@ HEADS = {
     "attention_classification_head": "packed_attention",
 }
 NEW_HEADS = {"pooler_activation_fn": "relu", "pooler_dropout": 0.3}
-LAYER, PIXELS = "encoder.sentence_encoder.layers.1", {"values": True, "classes": 10, "chunk": 8}
+LAYER = "encoder.sentence_encoder.layers.1"
 # These args are not determined by the name of the architecture.
 KEPT = ("arch", "task", "decoder_chunk_size", "normalize_before", "no_affine_final_norm", "no_scale_embedding")
 KEPT += ("adaptive_input_factor", "adaptive_softmax_factor", "truncation_length", "attention_activation_fn")
-
-
-def task(name, heads, expected):
-    return (lambda: bert(heads=heads, task=name)), (), {"architectures": [expected]}, []
 
 
 def without(state, *parts):
@@ -97,25 +93,10 @@ VALUES = [
     *((lambda: bert(heads=[(x, 3) for x in HEADS], **NEW_HEADS), ("head", name),
        {"pooling": HEADS[name], "num_labels": 3, "classifier_activation": "relu", "classifier_dropout": 0.3}, [])
       for name in HEADS),
-    task("masked_lm", [("a", 3)], "LunaForMaskedLM"),
-    task("sentence_prediction", [("a", 3)], "LunaForSequenceClassification"),
-    task("sentence_prediction", [("a", 3), ("b", 2)], "LunaForMaskedLM"),
-    task("sentence_prediction", [], "LunaForMaskedLM"),
-    task("sentence_ranking", [("a", 1)], "LunaForMultipleChoice"),
-    task("commonsense_qa", [("a", 1)], "LunaForMultipleChoice"),
-    task("sentence_ranking", [("a", 4)], "LunaForSequenceClassification"),
-    # An output weight that differs from the embedding is not tied; an equal one is tied unless the flag unties it.
-    (lambda: bert(untie_weights_luna=True), (), {"tie_word_embeddings": False}, ["!args.untie_weights_luna"]),
-    (lambda: bert(tied_lm=False, untie_weights_luna=False), (), {"tie_word_embeddings": False},
-     ["args.untie_weights_luna"]),
     (lambda: changed(bert(), {key.replace("encoder.", "decoder.", 1): x for key, x in bert()["model"].items()}), (), {},
      ["'decoder.' is today's 'encoder.'"]),
     (lambda: filled(bert(), {f"{LAYER}.fc1.weight": torch.nan, "embed_tokens.weight": torch.inf}), (),
      {"tie_word_embeddings": False}, ["NaN or Inf in 2 of", "luna.encoder.layers.1.fc1.weight"]),
-    (bert, (), {}, ["standard (the mean of the norm weights is 1.0"]),
-    (lambda: bert(heads=[("a", 3), ("b", 2)]), (), {},
-     ["--head a converts it", "no dictionary: the folder has no dict.txt"]),
-    (luna.bert23, (), {}, ["plus-one (the mean of the norm weights is "]),
     (lambda: filled(bert(), {"layer_norm.weight": 1.0}), (), {}, ["(the mean of the norm weights is 1.000)"]),
     (lambda: filled(bert(), {"layer_norm.weight": 0.0}), (), {}, ["plus-one (the mean of the norm weights is 0.000)"]),
     (lambda: filled(bert(), {"layer_norm.weight": 0.5}), ("layer_norm", "plus-one"), {}, ["plus-one", "!warning"]),
@@ -129,9 +110,6 @@ VALUES = [
     *((lambda length=length: changed(mega(), truncation_length=length), (), {"truncation": expected}, [])
       for length, expected in ((7, 7), (1, 1), (0, None), (-1, None), (None, None))),
     (mega, (), {"truncation": 1024}, ["of the branch main"]),
-    (lambda: mega("mega_lra_cifar10", pixel_normalization=[0.48, 0.24], **PIXELS), (),
-     {"input_type": "values", "attention_chunk": 8, "num_labels": 10}, ["(x / 255 - 0.48) / 0.24", "!dictionary"]),
-    (lambda: mega("mega_lra_cifar10", pixel_normalization=None, **PIXELS), (), {}, ["(x / 255 - 0.5) / 0.5"]),
     (mega, ("ema_convention", "main"), {"ema_shift": False}, ["!contradicts"]),
     (mega, ("ema_convention", "flash"), {"ema_shift": True},
      ["--ema-convention flash contradicts the order of the tensors"]),
@@ -150,35 +128,21 @@ VALUES = [
     (lambda: filled(mega(), {"layers.0.mega_layer.h_proj.bias": torch.nan}), (), {}, ["NaN or Inf in 1 of"]),
     (lambda: {"model": mega_image(positions=False, hidden=6)["model"]}, (),
      {"use_absolute_position_embeddings": False, "classifier_hidden_size": 6}, []),
-    *((lambda arch=arch: mega_lm(arch, activation_dropout=None), (), {"nffn_activation_dropout_prob": 0.0},
-       ["args.activation_dropout is missing"]) for arch in ("mega_lm", "mega_lm_big", "mega_lm_enwik8_large")),
+    (lambda: mega_lm("mega_lm", activation_dropout=None), (), {"nffn_activation_dropout_prob": 0.0},
+     ["args.activation_dropout is missing"]),
     *((lambda kind=kind: only(mega_lm(**KINDS[kind]), *KEPT), (),
        {"tie_word_embeddings": KINDS[kind].get("tied", False),
         "tie_adaptive_projections": KINDS[kind].get("tied_proj", False)}, ["!warning"])
       for kind in ("tied", "untied", "adaptive", "adaptive, untied", "adaptive input")),
-    # Weights are tied only if they have equal values and the args specify tying.
-    (lambda: mega_lm(tied=True, share_decoder_input_output_embed=False), (), {"tie_word_embeddings": False},
-     ["!warning"]),
-    (lambda: mega_lm(share_decoder_input_output_embed=True), (), {"tie_word_embeddings": False},
-     ["args.share_decoder_input_output_embed = True but the tensors have False"]),
     (lambda: only(checkpoint(luna_seq2seq(**SINUSOIDAL)), "arch"), (), DEFAULTS | LUNA_DEFAULTS, ["!warning"]),
     (lambda: only(checkpoint(mega_seq2seq()), "arch"), (), DEFAULTS | MEGA_DEFAULTS, ["!warning"]),
-    # Cutoffs in the args may end with the vocabulary size.
-    (lambda: mega_lm(**KINDS["adaptive"] | {"adaptive_input_cutoff": f"12, 20,{VOCABULARY}"}), (), {}, ["!warning"]),
-    (lambda: mega_lm(**KINDS["adaptive"] | {"adaptive_softmax_cutoff": "12,21"}), (),
-     {"adaptive_softmax_cutoffs": [12, 20]}, ["args.adaptive_softmax_cutoff = '12,21' but the tensors have '12,20'"]),
     # Tensors take precedence over args.
-    (lambda: bert(encoder_ffn_embed_dim=99, max_positions=512, untie_luna_kv=True), (),
-     {"intermediate_size": 24, "max_position_embeddings": 20, "tie_key_value": True},
-     ["args.encoder_ffn_embed_dim = 99 but the tensors have 24: using the tensors"]),
     (lambda: changed(mega(norm_type="rmsnorm"), norm_type="scalenorm", z_dim=7, encoder_hidden_dim=25,
                      max_positions=40), (),
      {"shared_representation_size": 6, "intermediate_size": 24, "max_positions": POSITIONS,
           "normalization_type": "rmsnorm"}, ["args.z_dim = 7 but the tensors have 6: using the tensors"]),
     (lambda: checkpoint(mega_seq2seq(decoder_vocab_size=14), share_all_embeddings=True, decoder_z_dim=99), (), {},
      ["args.share_all_embeddings = True but the tensors have False", "args.decoder_z_dim = 99 but the tensors have 6"]),
-    (lambda: mega_image(input_size=384, nb_classes=7), (), {"image_size": 12, "num_labels": 5},
-     ["args.input_size = 384 but the tensors have 12: using the tensors"]),
 ]  # fmt: skip
 
 
