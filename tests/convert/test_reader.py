@@ -32,7 +32,7 @@ from tests.convert.contract import KINDS, built, changed, check_message, saved_r
 from tests.convert.files import write
 from tests.convert.folders import identical
 
-BERT, FORMS, UNCHECKED = "luna_bert", ("zip", "no crc", "legacy"), ("legacy", "no crc")
+BERT, FORMS = "luna_bert", ("zip", "no crc", "legacy")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -101,28 +101,26 @@ def test_code_in_a_checkpoint_is_not_executed(file, tmp_path, monkeypatch, form,
     assert not (tmp_path / "touched").exists()
 
 
-GLOBALS = [
-    b"posix\nsystem", b"builtins\neval", b"builtins\ngetattr", b"torch\nload", b"numpy\nload", b"operator\nattrgetter",
-    b"argparse\nNamespace", b"argparse\nArgumentParser", b"collections\nOrderedDict", b"collections\nCounter",
-    b"torch._utils\n_rebuild_tensor_v2", b"torch._utils\n_rebuild_parameter", b"torch._utils\n_rebuild_qtensor",
-    b"torch._utils\n_rebuild_sparse_tensor", b"torch._utils\n_rebuild_nested_tensor", b"torch\nFloatStorage",
-    b"torch._utils\n_rebuild_wrapper_subclass", b"torch._tensor\n_rebuild_from_type_v2", b"torch\nSize",
-    b"torch\nTensor", b"torch\ndevice", b"numpy\ndtype", b"numpy.core.multiarray\nscalar", b"_codecs\nencode",
-    b"omegaconf.dictconfig\nDictConfig", b"builtins\nset", b"builtins\nbytearray", b"builtins\ncomplex", b"x\x1b\ny",
-]  # fmt: skip
-TEXT = st.sampled_from([b"model", b"args", b"touch hacked", b"cfg", b"storage", b"0", b"\xed\xa0\x80", b"a\nb\x1b[2J"])
-STRING = TEXT.map(lambda text: b"X" + struct.pack("<I", len(text)) + text)
-GLOBAL = st.sampled_from(GLOBALS).map(lambda name: b"c" + name + b"\n")
-# An instruction of a pickle, which may be invalid; the last ones take exponential time or contain themselves.
+# Names in a pickle, with which it could execute code or create another object than a tensor or a plain value.
+NAMES = """posix.system builtins.eval builtins.getattr torch.load numpy.load operator.attrgetter argparse.Namespace
+argparse.ArgumentParser collections.OrderedDict collections.Counter torch._utils._rebuild_tensor_v2 torch.Tensor
+torch._utils._rebuild_parameter torch._utils._rebuild_qtensor torch._utils._rebuild_sparse_tensor torch.FloatStorage
+torch._utils._rebuild_nested_tensor torch._utils._rebuild_wrapper_subclass torch._tensor._rebuild_from_type_v2
+torch.Size torch.device numpy.dtype numpy.core.multiarray.scalar _codecs.encode omegaconf.dictconfig.DictConfig
+builtins.set builtins.bytearray builtins.complex x\x1b.y""".split()
+GLOBALS = [b"c%b\n%b\n" % tuple(part.encode() for part in name.rsplit(".", 1)) for name in NAMES]
+STRINGS = [b"model", b"args", b"touch hacked", b"cfg", b"storage", b"0", b"\xed\xa0\x80", b"a\nb\x1b[2J"]
+STRINGS = [b"X" + struct.pack("<I", len(text)) + text for text in STRINGS]
+NUMBERS = [b"K\x01", b"J\xff\xff\xff\xff", b"G" + struct.pack(">d", 1e300), b"q\x01", b"h\x01"]
+# These take exponential time, or contain themselves.
+ENDLESS = [b"q\x05" + b"h\x05h\x05\x86q\x05" * 45, b"]q\x04h\x04a"]
+# An instruction of a pickle, which may be invalid.
 INSTRUCTION = st.one_of(
-    GLOBAL,
-    st.tuples(GLOBAL, STRING).map(lambda pair: pair[0] + b"(" + pair[1] + b"tR"),
-    STRING,
+    st.sampled_from(GLOBALS),
+    st.builds(lambda name, text: name + b"(" + text + b"tR", st.sampled_from(GLOBALS), st.sampled_from(STRINGS)),
+    st.sampled_from(STRINGS + NUMBERS + ENDLESS),
+    st.sampled_from(b"}])(N\x88\x89\x8fR\x81bQ\x85\x86\x87tsuae").map(lambda code: bytes([code])),
     st.binary(min_size=1, max_size=1),
-    st.sampled_from([b"K\x01", b"J\xff\xff\xff\xff", b"G" + struct.pack(">d", 1e300), b"q\x01", b"h\x01"]),
-    st.sampled_from([b"}", b"]", b")", b"(", b"N", b"\x88", b"\x89", b"\x8f"]),
-    st.sampled_from([b"R", b"\x81", b"b", b"Q", b"\x85", b"\x86", b"\x87", b"t", b"s", b"u", b"a", b"e"]),
-    st.sampled_from([b"q\x05" + b"h\x05h\x05\x86q\x05" * 45, b"]q\x04h\x04a"]),
 )
 BODY = st.lists(INSTRUCTION, min_size=1, max_size=11).map(b"".join)
 PREFIX = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}."  # of the legacy format
@@ -328,57 +326,48 @@ def test_averaged_weights_are_mentioned(file, where, prefix):
 MODEL = built(BERT)["model"]
 WEIGHT, OTHER = "encoder.lm_head.dense.weight", "encoder.sentence_encoder.layers.0.self_attn.out_proj.weight"
 X, ROW = MODEL[WEIGHT], MODEL["encoder.lm_head.weight"][:1]
-# Fields of a checkpoint, and a part of the error; `test_damage.py` has odd tensors.
+
+
+def with_tensors(tensors):
+    return built(BERT) | {"model": MODEL | tensors}
+
+
+# Content of a file, and a part of the error; `test_damage.py` has odd tensors.
 CONTENT = {
+    "a list": ([1, 2], "contains a list"),
+    "other keys": ({1: 2, "a\nb": 3}, "no field 'args' (found: 1, a"),
     "args as a dict": ({"args": {"arch": "luna"}, "model": {}}, "'args' is a dict"),
-    "a model as a list": ({"model": [1]}, "'model' is a list"),
-    "no args": ({"args": None}, "field 'args' is None"),
-    "no model": ({"model": None}, "field 'model' is None"),
-    "hydra": ({"cfg": {"model": {"arch": "luna"}}}, "field 'cfg': written by a later fairseq (hydra"),
-    "endlessly shared": (
-        {"model": MODEL | dict.fromkeys((f"x.{i}" for i in range(2000)), torch.zeros(1 << 20))},
-        "its tensors need 8,388,6",
-    ),
+    "a model as a list": (built(BERT) | {"model": [1]}, "'model' is a list"),
+    "no args": (built(BERT) | {"args": None}, "field 'args' is None"),
+    "no model": (built(BERT) | {"model": None}, "field 'model' is None"),
+    "hydra": (built(BERT) | {"cfg": {"model": {"arch": "luna"}}}, "field 'cfg': written by a later fairseq (hydra"),
+    "endlessly shared": (with_tensors(dict.fromkeys(map(str, range(2000)), torch.zeros(1 << 20))), "need 8,388,6"),
     **{
-        f"{rows} rows": ({"model": MODEL | {"encoder.lm_head.weight": ROW.expand(rows, 16)}}, "of memory and repeat")
+        f"{rows} rows": (with_tensors({"encoder.lm_head.weight": ROW.expand(rows, 16)}), "of memory and repeat")
         for rows in (1 << 28, (1 << 31) - 1, 1 << 40)
     },
 }
-
-
-@pytest.mark.parametrize("case", CONTENT)
-def test_invalid_content_is_one_line(file, case):
-    fields, named = CONTENT[case]
-    write(built(BERT) | fields, file)
-    assert named in error(file)
-
-
-def test_other_content(file):
-    for content, named in (([1, 2], "contains a list"), ({1: 2, "a\nb": 3}, "no field 'args' (found: 1, a")):
-        write(content, file)
-        assert named in error(file)
-
-
 # A damaged file without checksums may have these contents; valid checksums mean that they are intended.
 CONTRADICTIONS = {
-    "strides": ({"model": MODEL | {WEIGHT: X.t()}}, "does not fit its storage"),
-    "one row": ({"model": MODEL | {WEIGHT: X[:1].expand(X.shape)}}, "does not fit its storage"),
-    "more numbers": ({"model": MODEL | {WEIGHT: torch.cat([X, X])[:16]}}, "does not fit its storage"),
-    "an offset": ({"model": MODEL | {WEIGHT: torch.cat([X, X])[16:]}}, "does not fit its storage"),
-    "two tensors": ({"model": MODEL | {OTHER: X}}, f"'{OTHER}' and"),
-    "an optimizer": ({"optimizer": {"state": [{"step": X}]}}, "shares its storage with a value outside the model"),
+    "strides": (with_tensors({WEIGHT: X.t()}), "does not fit its storage"),
+    "one row": (with_tensors({WEIGHT: X[:1].expand(X.shape)}), "does not fit its storage"),
+    "more numbers": (with_tensors({WEIGHT: torch.cat([X, X])[:16]}), "does not fit its storage"),
+    "an offset": (with_tensors({WEIGHT: torch.cat([X, X])[16:]}), "does not fit its storage"),
+    "two tensors": (with_tensors({OTHER: X}), f"'{OTHER}' and"),
+    "an optimizer": (built(BERT) | {"optimizer": [{"step": X}]}, "shares its storage with a value outside the model"),
 }
 
 
-@pytest.mark.parametrize("form", UNCHECKED)
-@pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_contradictions_of_a_file_without_checksums(file, name, form):
-    fields, named = CONTRADICTIONS[name]
-    write(built(BERT) | fields, file, form)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CONTENT | CONTRADICTIONS)
+def test_invalid_content_is_one_line(file, case, form):
+    state, named = (CONTENT | CONTRADICTIONS)[case]
+    write(state, file, form)
+    if case in CONTRADICTIONS and form == "zip":
+        assert convert_checkpoint(file, None).warnings == []
+        return
     message = error(file)
-    assert named in message and f"'{WEIGHT}'" in message, message
-    write(built(BERT) | fields, file)
-    assert convert_checkpoint(file, None).warnings == []
+    assert named in message and (case in CONTENT or f"'{WEIGHT}'" in message), message
 
 
 def test_names_of_files(file, tmp_path):
