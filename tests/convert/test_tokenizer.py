@@ -148,14 +148,15 @@ def subwords(folder, merges, symbols, *form):
 
 @st.composite
 def codes(draw):
-    """Return merges, of which some may be equal, and symbols of some or all of their pieces."""
-    pieces, merges = [x + end for x in "abdéö😀" for end in ("", "</w>")], []
+    """Return merges and symbols of some or all of their pieces."""
+    pieces, merges = [x + end for x in "abc😀" for end in ("", "</w>")], []
     for _ in range(draw(st.integers(1, 12))):
         first = draw(st.sampled_from([piece for piece in pieces if not piece.endswith("</w>")]))
         merges.append((first, draw(st.sampled_from(pieces))))
         pieces.append("".join(merges[-1]))
+    merges += draw(st.lists(st.sampled_from(merges), max_size=3))
     symbols = [symbol_of(piece) for piece in dict.fromkeys(pieces)]
-    some = st.lists(st.sampled_from(symbols), unique=True).map(lambda found: [*found, "c@@", "madeupword0000"])
+    some = st.lists(st.sampled_from(symbols), unique=True).map(lambda found: [*found, "d@@", "madeupword0000"])
     return merges, draw(some | st.just([*symbols, "madeupword0000"]))
 
 
@@ -165,6 +166,7 @@ def split_already(folder):
     return by_symbol(translation_tokenizer(dictionary_of(folder, symbols), max_length=20), symbols, str.split)
 
 
+TWICE = [("a", "b"), ("b", "c</w>"), ("a", "b")], ["ab@@", "a@@", "bc", "c", "madeupword0000"]  # the first counts
 LACKS = st.sets(st.sampled_from(PIECES), max_size=4) | st.sampled_from([{"Ġthe"}, {"ab", "Ã"}, set(PIECES)])
 # Name -> strategy of functions that build the tokenizer with its reference, and its class if no piece is missing.
 TOKENIZERS: dict[str, tuple[st.SearchStrategy, type]] = {
@@ -175,7 +177,7 @@ TOKENIZERS: dict[str, tuple[st.SearchStrategy, type]] = {
     "gpt2, thinned": (LACKS.map(lambda lacks: functools.partial(gpt2, lacks=lacks)), RobertaTokenizer),
     "words": (st.just(functools.partial(words, prepend_cls=False)), TokenizersBackend),
     "words after <CLS>": (st.just(functools.partial(words, prepend_cls=True)), TokenizersBackend),
-    "subword-nmt": (codes().map(lambda x: lambda folder: subwords(folder, *x)), TokenizersBackend),
+    "subword-nmt": ((codes() | st.just(TWICE)).map(lambda x: lambda folder: subwords(folder, *x)), TokenizersBackend),
     "fastBPE": (codes().map(lambda x: lambda folder: subwords(folder, *x, "", " 17")), TokenizersBackend),
     "split already": (st.just(split_already), TokenizersBackend),
 }
@@ -219,6 +221,7 @@ def test_copies(folder, name, data):
     vocabulary = tokenizer.get_vocab()
     assert sorted(vocabulary.values()) == list(range(len(tokenizer))) and tokenizer.vocab_size == len(tokenizer)
     assert all(tokenizer.convert_ids_to_tokens(index) == token for token, index in vocabulary.items())
+    assert "madeupword0000" in vocabulary
     tokenizer.save_pretrained(folder / "saved" / "target")
     saved = AutoTokenizer.from_pretrained(folder / "saved", subfolder="target")
     options = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
