@@ -267,13 +267,13 @@ ARGS = [
     ("nothing", {"arch": f"\x1b{LONG}"}, "long_long_"),
     ("luna_bert, a long name", {}, "long_long_"),
 ]
-# Kind, options, a part of the error; `test_contract.py` has options that do not fit the format.
+# Kind, options, a part of the error.
 OPTIONS = [
     ("luna_bert", {"head": "c_head"}, "--head c_head: the file has topic"),
     ("luna_bert, no head", {"head": "c_head"}, "--head c_head: the file has no classification head"),
     ("mega_lm", {"head": "a"}, "--head a: only luna_bert files have named heads"),
-    ("megalodon", {"layer_norm": "standard"}, "--layer-norm standard"),
-    ("megalodon", {"ema_convention": "main"}, "--ema-convention main"),
+    *((kind, {"layer_norm": "plus-one"}, "--layer-norm plus-one") for kind in ("mega_lra", "mega_image", "megalodon")),
+    *((kind, {"ema_convention": "main"}, "--ema-convention main") for kind in ("luna_bert", "mega_image", "megalodon")),
     *((kind, {"bpe": "x"}, "--bpe x: LRA has no byte-pair encoding") for kind in ("luna_lra, 2021", "mega_lra")),
     *(
         (kind, {"bpe": "x"}, "--bpe x: there is no dictionary next to")

@@ -4,7 +4,6 @@ A row of `CONVERSIONS` is a checkpoint with files next to it and the tokenizer a
 of `FAULTS` is one with the error. `test_tokenizer.py` compares tokenizers with the steps of the original.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -198,13 +197,6 @@ def test_the_error_of_a_folder_without_a_tokenizer_names_the_option(tmp_path):
     convert_checkpoint(save(bert(), tmp_path), tmp_path / "model")
     with pytest.raises(ValueError, match="the folder has no tokenizer.*--bpe"):
         AutoTokenizer.from_pretrained(tmp_path / "model")
-
-
-def test_processor_of_images(tmp_path):
-    convert_checkpoint(save(mega_image(), tmp_path), tmp_path / "model")
-    assert "AutoImageProcessor" in (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
-    processor = json.loads((tmp_path / "model" / "preprocessor_config.json").read_text(encoding="utf-8"))
-    assert processor["crop_size"]["height"] == 12
 
 
 A, AB = {"dictionaries": ["a"]}, {"dictionaries": ["a", "b"]}

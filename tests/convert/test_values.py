@@ -3,14 +3,12 @@
 A row of `VALUES` is a checkpoint and the result of its conversion. `test_contract.py` has the recorded results.
 """
 
-import json
 from argparse import Namespace
 
 import numpy
 import pytest
 import torch
 
-from luna_mega import LunaForMaskedLM
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.conventions import decide_layer_norm
 from tests.convert import luna
@@ -194,13 +192,6 @@ def test_dropout_of_the_head(tmp_path):
     assert all(0.4 < (states == 0).float().mean() < 0.6 for states in inputs)
 
 
-def test_every_head_folder_is_a_language_model(tmp_path):
-    state = bert(heads=[("a", 3)], task="sentence_prediction")
-    convert_checkpoint(save(state, tmp_path), tmp_path / "model")
-    masked = load(tmp_path / "model", LunaForMaskedLM).state_dict()
-    assert torch.equal(masked["lm_head.decoder.bias"], state["model"]["encoder.lm_head.bias"])
-
-
 # Values of the norm weights, the option, and the convention or the error.
 NORMS = [
     *((mean, "auto", "standard") for mean in (1.0, 0.65, 1.3)),
@@ -222,12 +213,3 @@ def test_convention_of_layer_norms(mean, choice, expected):
     assert decision.convention == expected and decision.mean == pytest.approx(mean, abs=0.01)
     contradicted = choice != "auto" and mean == {"standard": 0, "plus-one": 1}[choice]
     assert bool(decision.warning) is contradicted and (not contradicted or "contradicts" in decision.warning)
-
-
-@pytest.mark.parametrize(("model", "length"), [(luna_seq2seq(), 21), (mega_seq2seq(), 202)], ids=["luna", "mega"])
-def test_settings_of_generation(tmp_path, model, length):
-    convert_checkpoint(save(checkpoint(model), tmp_path), tmp_path / "model")
-    generation = json.loads((tmp_path / "model" / "generation_config.json").read_text(encoding="utf-8"))
-    found = (generation["num_beams"], generation["decoder_start_token_id"], generation["max_length"])
-    assert found == (5, 2, length)
-    assert "AutoModelForSeq2SeqLM" in (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
