@@ -286,6 +286,7 @@ OPTIONS = [
 # Prefix of all names -> kind, and a part of the error.
 PREFIXES = {
     "module.": ("luna_bert", "save model.module.state_dict()"),
+    "_orig_mod.": ("mega_lra", "save model._orig_mod.state_dict()"),
     "model.": ("megalodon", "save model.model.state_dict()"),
     "a.b.": ("mega_lm, adaptive", "remove the prefix"),
     "encoders.x.": ("mega_lra", "remove the prefix"),

@@ -97,11 +97,9 @@ CONVERSIONS = {
         "abc the abx", report=("259 pieces become <unk>", "needs trust_remote_code=True", "!no tokenizer"),
     ),
     "symbols, 2021": symbols_of(lra21),
-    "symbols, 2021, P": symbols_of(lra21, use_p=True),
     "symbols, 2023": symbols_of(lra23, sen_rep_type="cls"),
     "symbols, 2023, mean": symbols_of(lra23, starts=False, sen_rep_type="mp"),
     "symbols, Mega": symbols_of(mega, length=POSITIONS, sen_rep_type="cls"),
-    "symbols, Mega, mean": symbols_of(mega, starts=False, length=POSITIONS, sen_rep_type="mp"),
     "a dictionary with <CLS>": Row(
         lambda: mega(sen_rep_type="cls"), {"dict.txt": words(12) + "<CLS> 1\n"}, {}, [16, 4, 6, 3, 2], length=POSITIONS
     ),
