@@ -43,44 +43,40 @@ NO_FFN = {"ffn": False, "truncation_length": 9}
 SPEECH = {"arch": "mega_sc_raw_big", "values": True, "norm_type": "batchnorm", "prenorm": True, "classes": 10}
 NO_SIZES = {"encoder_layers": None, "encoder_attention_heads": None}
 UNTIED = {"tied": False, "tied_lm": False}
+DROPOUTS = {"dropout": 0.2, "attention_dropout": 0.3, "activation_dropout": 0.4, "encoder_layerdrop": 0.1}
+DROPOUTS |= {"activation_fn": "relu", "tensorboard_logdir": "", "lr": [0.0006], "stop_min_lr": -1}
+SWIFT = {"dropout": 0.1, "rescale_nffn": True, "norm_affine": False, "efficient_attn": "swift", "init_mode": "xavier"}
 TASKS = [("masked_lm", ("a", 3)), ("sentence_prediction", ("a", 3), ("b", 2)), ("sentence_prediction",)]
-TASKS += [("commonsense_qa", ("a", 1)), ("sentence_ranking", ("a", 4))]
+TASKS += [("commonsense_qa", ("a", 1)), ("sentence_ranking", ("a", 4)), ("sentence_ranking", ("x", 1))]
 CUTOFFS = {"input_cutoff": "12, 20,32", "softmax_cutoff": "12,21"}  # may end with the size of the vocabulary
 # Independent fields share a checkpoint.
 BUILDERS = [
     (luna.bert, [{}, UNTIED, UNTIED | {"untie_luna_kv": True, "untie_weights_luna": True}]),
     (luna.bert, [{"heads": [("pooling_classification_head", 3), ("attention_classification_head", 3)]}]),
-    (luna.bert, [{"heads": [("x", n)], "task": f"sentence_{x}"} for n, x in ((2, "prediction"), (1, "ranking"))]),
     (luna.bert, [{"heads": [("a", 1)], "regression_target": True, "fix_projection_length": True} | PREDICTION]),
-    (luna.bert, [{"arch": "luna_large_512", "task": None, "max_positions": None} | NO_SIZES]),
-    (luna.bert, [{"activation_fn": "relu", "dropout": 0.2, "attention_dropout": 0.3, "activation_dropout": 0.4}]),
-    (luna.bert, [{"encoder_layerdrop": 0.1, "tensorboard_logdir": "", "lr": [0.0006], "stop_min_lr": -1}]),
+    (luna.bert, [{"arch": "luna_large_512", "task": None, "max_positions": None} | NO_SIZES | DROPOUTS]),
     (luna.bert, [{"heads": heads, "task": task} for task, *heads in TASKS]),
     (luna.bert, [{"untie_weights_luna": True}, {"tied_lm": False, "untie_weights_luna": False}]),
     (luna.bert, [{"encoder_ffn_embed_dim": 99, "max_positions": 512, "untie_luna_kv": True}]),
     (luna.bert23, [{}]),
-    (luna.lra21, [{}, {"sen_rep_type": "mp"}, {"use_p": True}, {"use_p": True, "tied": True, "tie_kv": True}]),
+    (luna.lra21, [{}, {"sen_rep_type": "mp", "use_p": True, "tied": True, "tie_kv": True}]),
     (luna.lra21, [{"tied": True, "depth": 2, "classifier_activation_fn": "tanh", "classes": 3}]),
     (luna.lra21, [{"arch": "luna_lra_listop", "layers": 1, "tie_layer_weights": True, "encoder_layers": 5}]),
     (luna.lra21, [{"arch": "luna_lra_listop", "layers": 1, "encoder_layers": None}]),
     (luna.lra21, [{"arch": "luna_lra_pf32", "sen_rep_type": "cls"} | NO_SIZES, {"arch": "luna_lra_aan", "towers": 2}]),
-    (luna.lra23, [{}, {"towers": 4}, {"towers": 4, "sen_rep_type": "mp"}, {"image": True, "sen_rep_type": "mp"}]),
-    (luna.lra23, [{"pre_logits": True, "sen_rep_type": "cls"}]),
+    (luna.lra23, [{}, {"towers": 4, "sen_rep_type": "mp"}, {"pre_logits": True, "sen_rep_type": "cls"}]),
     (luna.lra23, [{"learned": True, "dropout": 0.25, "max_positions": None}]),
     (luna.lra23, [{"use_p": True, "sen_rep_type": "cls"}, {"use_p": True, "sen_rep_type": "mp", "image": True}]),
     (translation.luna_seq2seq, LUNA_KINDS.values()),
-    (mega.mega, [{}, {"branch": "flash"}, IMAGE, IMAGE | {"branch": "flash"}, SPEECH | {"chunk": 6}]),
+    (mega.mega, [{}, IMAGE | {"branch": "flash"}, SPEECH | {"chunk": 6}]),
     (mega.mega, [{"prenorm": True, "norm_type": "scalenorm", "sen_rep_type": "cls", "lr": [0.004]}]),
     (mega.mega, [{"rotary": True, "depth": 0, "branch": "flash"}, {"chunk": 8, "ffn": False, "depth": 3}]),
     (mega.mega, [{"embed_norm": True, "norm_type": "rmsnorm", "task": None, "z_dim": None, "tensorboard_logdir": ""}]),
-    (mega.mega, [{"rotary": True, "norm_type": "scalenorm", "embed_norm": True, "chunk": 4, "branch": "flash"}]),
     (mega.mega, [{"arch": "mega_lra_aan", "towers": 2, "depth": 3, "norm_type": "rmsnorm", "prenorm": True}]),
     (mega.mega, [{"arch": "mega_lra_pf32", "values": True, "norm_type": "syncbatchnorm", "prenorm": True}]),
-    (mega.mega, [{"arch": "mega_lra_listop", "sen_rep_type": "cls", "classes": 10, "chunk": 5}]),
     (mega.mega, [{"depth": 2, "dropout": 0.1, "act_dropout": 0.2, "feature_dropout": True, "chunk": 0} | NO_FFN]),
     (mega.mega, [{"arch": f"mega_lra_{x}"} | OLD for x in ("listop", "imdb", "aan")]),
-    (mega.mega, [{"arch": f"mega_{x}", "values": True} | OLD for x in ("lra_cifar10", "lra_pf32", "lra_pf128")]),
-    (mega.mega, [{"arch": f"mega_sc_raw_{x}", "values": True} | OLD for x in ("base", "big")]),
+    (mega.mega, [{"arch": f"mega_{x}", "values": True} | OLD for x in ("lra_cifar10", "lra_pf128", "sc_raw_base")]),
     (mega.mega, [{"arch": "mega_lra_cifar10", "pixel_normalization": x} | IMAGE for x in ([0.48, 0.24], None)]),
     (mega_lm.mega_lm, [*mega_lm.KINDS.values(), mega_lm.KINDS["adaptive"] | {"branch": "flash"}]),
     (mega_lm.mega_lm, [{"arch": "mega_lm_adaptive_big", "activation_dropout": None, "dropout": 0.25}]),
@@ -90,11 +86,7 @@ BUILDERS = [
     (translation.mega_seq2seq, MEGA_KINDS.values()),
     (mega.mega_image, [*mega.IMAGES, {"input_size": 384, "nb_classes": 7}]),
     (megalodon.folder, [{}, {"ranks": 2, "dtype": "bf16"}, {"extra": 256}, {"swiglu": True, "share_emb": True}]),
-    (megalodon.folder, [{"scale_emb": True, "rope_base": 500.0, "output_size": 5, "norm_eps": 1e-3, "dropout": 0.1}]),
-    (
-        megalodon.folder,
-        [{"rescale_nffn": True, "norm_affine": False, "efficient_attn": "swift", "init_mode": "xavier"}],
-    ),
+    (megalodon.folder, [{"scale_emb": True, "rope_base": 500.0, "output_size": 5, "norm_eps": 1e-3} | SWIFT]),
 ]
 CASES = {
     f"{build.__module__.rpartition('.')[2]} {build.__name__} {json.dumps(fields)}": (build, fields)
