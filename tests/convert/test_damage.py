@@ -85,78 +85,70 @@ FITS_NOT = re.compile(
 )
 
 
-def damage(kind, index, change, check):
-    """Change one tensor of a checkpoint; call `check` with its name, the tensor, and the result of the conversion."""
-    model = dict(built(kind)["model"])
-    key = list(model)[index % len(model)]
-    tensor = model[key]
-    change(model, key)
-    with TemporaryDirectory() as folder:
-        check(key, tensor, convert(changed(built(kind), model), Path(folder)))
-
-
 def is_dropped(key):
     """Return whether a tensor is a buffer that the model does not need."""
     return key.endswith(("version", "_float_tensor", "projected_positions", "num_batches_tracked"))
 
 
 def damaged(changes):
-    """Return the decorator of a test with a random tensor of a random kind, and one of the changes."""
-    return given(kind=st.sampled_from(list(KINDS)), index=st.integers(0, 999), change=st.sampled_from(list(changes)))
+    """Return the strategy of conversions of a random kind in which one of the changes is made to a random tensor.
+
+    A member has the name of the change, the name and the value of the tensor, and the report or the error.
+    """
+
+    def convert_damaged(kind, index, name):
+        model = dict(built(kind)["model"])
+        key = list(model)[index % len(model)]
+        tensor = model[key]
+        changes[name](model, key)
+        with TemporaryDirectory() as folder:
+            return name, key, tensor, convert(changed(built(kind), model), Path(folder))
+
+    names = st.sampled_from(list(changes))
+    return st.builds(convert_damaged, kind=st.sampled_from(list(KINDS)), index=st.integers(0, 999), name=names)
 
 
-@damaged(NAMES)
-def test_missing_and_unexpected_tensors_are_named(kind, index, change):
-    def check(key, tensor, found):
-        module = ".".join(key.split(".")[-3:-1])  # the other tensors of the module are unexpected without this one
-        if not isinstance(found, str):
-            assert is_dropped(key) or key.startswith("classification_heads.")
-        else:
-            assert key in found or module and module in found or "layers [" in found or "layers under" in found, found
-
-    damage(kind, index, NAMES[change], check)
+@given(damaged(NAMES))
+def test_missing_and_unexpected_tensors_are_named(case):
+    _, key, _, found = case
+    module = ".".join(key.split(".")[-3:-1])  # the other tensors of the module are unexpected without this one
+    if not isinstance(found, str):
+        assert is_dropped(key) or key.startswith("classification_heads.")
+    else:
+        assert key in found or module and module in found or "layers [" in found or "layers under" in found, found
 
 
-@damaged(NEVER_SAVED)
+@given(damaged(NEVER_SAVED))
 @pytest.mark.filterwarnings("ignore")
-def test_values_that_the_original_never_saves_are_named(kind, index, change):
+def test_values_that_the_original_never_saves_are_named(case):
     """These are errors in any tensor, also in one that the model does not need."""
-
-    def check(key, tensor, found):
-        assert isinstance(found, str) and any(x in found for x in (key, "pickle", "GLOBAL", "not dense")), found
-
-    damage(kind, index, NEVER_SAVED[change], check)
+    _, key, _, found = case
+    assert isinstance(found, str) and any(x in found for x in (key, "pickle", "GLOBAL", "not dense")), found
 
 
-@damaged(SHAPES)
-def test_wrong_shapes_are_named(kind, index, change):
+@given(damaged(SHAPES))
+def test_wrong_shapes_are_named(case):
     """The error names the tensor, one that it does not fit, or both numbers; some rows change a size of the model."""
-
-    def check(key, tensor, found):
-        if isinstance(found, str):
-            assert key in found or FITS_NOT.search(found), found
-        else:
-            SHAPES[change](model := {key: tensor}, key)
-            assert is_dropped(key) or key.endswith(COUNTED) or model[key].shape == tensor.shape
-
-    damage(kind, index, SHAPES[change], check)
+    change, key, tensor, found = case
+    if isinstance(found, str):
+        assert key in found or FITS_NOT.search(found), found
+    else:
+        SHAPES[change](model := {key: tensor}, key)
+        assert is_dropped(key) or key.endswith(COUNTED) or model[key].shape == tensor.shape
 
 
-@damaged(CONTENTS)
-def test_wrong_contents_are_named(kind, index, change):
+@given(damaged(CONTENTS))
+def test_wrong_contents_are_named(case):
     """NaN and Inf are reported with the names of the model, and integers raise an error; other values are converted."""
-
-    def check(key, tensor, found):
-        if isinstance(found, str):
-            assert key in found or "NaN or Inf in 1 of" in found or "LayerNorm" in found, found
-        elif change in ("NaN", "infinity") and tensor.is_floating_point() and not is_dropped(key):
-            (warning,) = (line for line in found.warnings if line.startswith("NaN or Inf in "))
-            targets = {row["target"] for row in found.mapped if row["source"] == key}
-            assert targets & {*found.non_finite} and warning.endswith(", ".join(found.non_finite))
-        elif change in ("integers", "booleans"):
-            assert not tensor.is_floating_point() or is_dropped(key), key
-
-    damage(kind, index, CONTENTS[change], check)
+    change, key, tensor, found = case
+    if isinstance(found, str):
+        assert key in found or "NaN or Inf in 1 of" in found or "LayerNorm" in found, found
+    elif change in ("NaN", "infinity") and tensor.is_floating_point() and not is_dropped(key):
+        (warning,) = (line for line in found.warnings if line.startswith("NaN or Inf in "))
+        targets = {row["target"] for row in found.mapped if row["source"] == key}
+        assert targets & {*found.non_finite} and warning.endswith(", ".join(found.non_finite))
+    elif change in ("integers", "booleans"):
+        assert not tensor.is_floating_point() or is_dropped(key), key
 
 
 INTEGERS = ["1024", [1], 10**18, 4.0, True, {}]

@@ -179,14 +179,9 @@ def test_dictionaries_labels_and_tokenizer(tmp_path, monkeypatch, name):
     assert len(tokenizer) == model.config.vocab_size == report.tokenizer["size"]
     assert tokenizer.model_max_length == row.length or row.length is None and tokenizer.model_max_length > 1e9
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 1)
-    batch = tokenizer([row.text, row.text * 30], padding=True, truncation=row.length is not None, return_tensors="pt")
-    targets = {"labels": batch["input_ids"]} if model.config.is_encoder_decoder else {}
-    assert model(**batch, **targets).logits.isfinite().all()
     if report.model_class.endswith("CausalLM"):
         assert tokenizer.bos_token_id == model.generate(max_new_tokens=2, do_sample=False)[0, 0] == 2
         assert row.ids[0] != 2 or "w0" in row.text or tokenizer.decode(row.ids, skip_special_tokens=True) == row.text
-    if name == "bytes":
-        assert tokenizer.decode(row.ids) == row.text
     if (output / "target").exists():
         assert len(AutoTokenizer.from_pretrained(output, subfolder="target")) == model.config.decoder_config.vocab_size
 
