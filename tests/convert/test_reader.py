@@ -237,6 +237,7 @@ DAMAGES = {
     "a name of 10,000 letters": (executes(b"cos\n" + b"x\x1b" * 5000 + b"\n)R"), "nothing was executed"),
     "omegaconf": (executes(b"comegaconf.dictconfig\nDictConfig\n", b")R"), "omegaconf.dictconfig"),
     "an expensive hash": (executes(b"}", b"K\x01", TWICE, b"N", b"s"), "a tuple is nested more than 50 deep"),
+    "a deep tuple": (executes(b")" + b"\x85" * 60), "a tuple is nested more than 50 deep"),
     "empty": (lambda content: b"", "the file is empty; copy"),
     "other bytes": (lambda content: bytes(range(100, 200)), "not a checkpoint"),
     "another pickle": (lambda content: b"\x80\x02" + bytes(range(200, 256)), "not a checkpoint"),
