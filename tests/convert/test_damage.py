@@ -215,6 +215,7 @@ TENSORS = [
     ("luna_bert", {"x.layers.7.self_attn.pq_proj.bias": (3,)}, "has layers in 'encoder.sentence_encoder.layers', 'x."),
     ("luna_bert", {f"{ENCODER}.layers.": None}, "a Luna checkpoint, but of none of the kinds that are known"),
     ("luna_bert", {"long_" * 1000: (1,)}, "unexpected: long_long_"),
+    ("luna_lra, 2021", {"encoder.encoder.emb_layer_norm.": None}, "missing: encoder.encoder.emb_layer_norm.weight"),
     ("luna_seq2seq", {"decoder.project_in_dim.weight": (8, 4)}, "of another width"),
     ("luna_seq2seq", {"decoder.embed_tokens.weight": (19, 9)}, "a width of 8, the decoder"),
     ("luna_seq2seq", {"encoder.projected_positions": (5, 8)}, "is not the sinusoids of the original"),
