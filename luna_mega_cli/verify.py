@@ -6,7 +6,7 @@ from dataclasses import asdict
 from luna_mega_cli.options import FOLDER, chosen, show
 
 DESCRIPTION = (
-    "Runs a model in float32 on recorded inputs and compares its outputs with those that the original code recorded. "
+    "Runs a model on recorded inputs and compares its outputs with those that the original code recorded. "
     "Exit status 0: all differences are within the tolerance; 1: a difference is larger, or the input is invalid."
 )
 EXAMPLES = ("my-model recorded.safetensors", "my-model recorded.safetensors --tolerance 1e-4 --json")

@@ -16,12 +16,14 @@ from luna_mega.convert.formats.mega_lra import MegaLra
 from luna_mega.convert.formats.mega_seq2seq import MegaSeq2Seq
 from luna_mega.convert.formats.megalodon import Megalodon
 from luna_mega.convert.safe_load import Checkpoint, read_checkpoint
+from luna_mega.convert.tensors import few
 from luna_mega.errors import ConversionError, shown
 
 _FORMATS: dict[str, Format] = {}
 # The prefix of a stack of layers, and the name that identifies its kind.
 _LAYER = re.compile(r"(?:(.*?)\.)?(?:layers|blocks)\.\d+\.(self_attn\.pq_proj|mega_layer|mega\.cema)\.")
 _KINDS = {"self_attn.pq_proj": "luna", "mega_layer": "mega", "mega.cema": "megalodon"}
+_LUNA = r"(^|\.)(self_attn\.pq_proj\.|projected_embeddings$)"
 _MEGA = r"(^|\.)(mega_layer|move)\.|^(delta|alpha|beta|gamma|omega)$"
 # Complex EMA, the norm after the moving average and the timestep norms exist only in Megalodon variants.
 _MEGALODON = r"(^|\.)(theta|cema|move_act|timenorm|prior_mean)(\.|$)"
@@ -129,6 +131,13 @@ def _reason(tensors: dict, arch: str, foreign: bool) -> str:
             f"a Mega checkpoint, but of none of the kinds that are known (arch {arch}): this version converts the "
             "encoders of LRA (mega_lra_*) and raw speech (mega_sc_raw_*), language models (mega_lm*) and "
             "encoder-decoders for translation (mega, mega_wmt_*)"
+        )
+    if any(re.search(_LUNA, key) for key in tensors):
+        places = sorted(shown(f"{prefix}.layers".removeprefix(".")) for _, prefix in stacks_of(tensors))
+        return (
+            f"a Luna checkpoint, but of none of the kinds that are known (arch {arch}): it has layers in "
+            f"{few(places) or 'no stack'}; this version converts luna_bert ('encoder.sentence_encoder.layers'), the "
+            "encoders of LRA ('encoder.encoder.layers') and encoder-decoders ('encoder.layers' and 'decoder.layers')"
         )
     if any(key.startswith("blocks.0.") for key in tensors) and any("patch_embed." in key for key in tensors):
         return "a vision model without a Mega layer (there is no 'blocks.0.mega_layer.*'); load it with timm"

@@ -69,7 +69,9 @@ class Verification:
 
 @torch.no_grad()
 def verify(folder: str | Path, recorded: str | Path, *, tolerance: float = 1e-5) -> Verification:
-    """Run a model in float32 and evaluation mode on recorded inputs, and compare its outputs with the recorded ones.
+    """Run a model in evaluation mode on recorded inputs, and compare its outputs with the recorded ones.
+
+    The model runs in float64 if a tensor of the record is float64, else in float32.
 
     Args:
         folder: Model folder.
@@ -82,10 +84,10 @@ def verify(folder: str | Path, recorded: str | Path, *, tolerance: float = 1e-5)
             comparison cannot fail because an output is constant.
     """
     opened = read_folder(folder)
-    shapes, metadata = _open(recorded)
+    shapes, dtype, metadata = _open(recorded)
     with errors_of(recorded):
         _check_source(opened, metadata)
-    model = opened.load(dtype=torch.float32)
+    model = opened.load(dtype=dtype)
     with errors_of(recorded):
         inputs, outputs, packed_mask = _run(model, recorded, shapes)
         rows = {}
@@ -108,12 +110,15 @@ def verify(folder: str | Path, recorded: str | Path, *, tolerance: float = 1e-5)
     )
 
 
-def _open(path: str | Path) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """Return the shapes of the recorded tensors, and the metadata."""
+def _open(path: str | Path) -> tuple[dict[str, list[int]], torch.dtype, dict[str, str]]:
+    """Return the shapes of the recorded tensors, the dtype for the model, and the metadata."""
     if check_path(path).is_file():
         try:
             with safe_open(path, "pt") as file:
-                return {name: file.get_slice(name).get_shape() for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+                tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+                dtypes = {tensor.get_dtype() for tensor in tensors.values()}
+                dtype = torch.float64 if "F64" in dtypes else torch.float32
+                return {name: x.get_shape() for name, x in tensors.items()}, dtype, file.metadata() or {}
         except SafetensorError:
             pass
     raise ConversionError(
@@ -124,8 +129,7 @@ def _open(path: str | Path) -> tuple[dict[str, list[int]], dict[str, str]]:
 def _read(path: str | Path, name: str, part: slice | None = None) -> torch.Tensor:
     """Return the positions `part` of a tensor. The file is opened for each part so that its memory can be released."""
     with safe_open(path, "pt") as file:
-        tensor = file.get_tensor(name) if part is None else file.get_slice(name)[:, part]
-    return tensor.float() if tensor.is_floating_point() else tensor
+        return file.get_tensor(name) if part is None else file.get_slice(name)[:, part]
 
 
 def _check_source(folder: ModelFolder, metadata: Mapping[str, str]) -> None:
@@ -153,6 +157,7 @@ def _run(
     parameters = inspect.signature(model.forward).parameters
     known = [name for name in _INPUTS if name in parameters]
     inputs = {name: _read(recorded, name) for name in known if name in shapes}
+    inputs = {name: x.to(model.dtype) if x.is_floating_point() else x for name, x in inputs.items()}
     try:
         outputs, packed_mask = _outputs(model, inputs)
     except (ValueError, IndexError, RuntimeError, TypeError) as error:
@@ -227,7 +232,7 @@ def _compare(
     first, count, difference, largest, spread = None, 0, 0.0, 0.0, 0.0
     for start in range(0, shape[1], step):
         part = slice(start, start + step)
-        ours, theirs = compute(part), _read(path, name, part).float()
+        ours, theirs = compute(part), _read(path, name, part).double()
         if keep is not None:
             ours, theirs = ours[keep[:, part]], theirs[keep[:, part]]
         if not theirs.numel():

@@ -1,6 +1,7 @@
 """Byte-pair encoding in plain Python: GPT-2's encoder.py with a fairseq dictionary, and subword-nmt's apply_bpe.py."""
 
 import json
+from math import inf
 
 import regex
 
@@ -18,7 +19,7 @@ def byte_alphabet():
 def merge(pieces, ranks):
     """Return the pieces after all merges, first of the pair with the lowest rank."""
     while len(pieces) > 1:
-        pair = min(zip(pieces, pieces[1:], strict=False), key=lambda pair: ranks.get(pair, len(ranks)))
+        pair = min(zip(pieces, pieces[1:], strict=False), key=lambda pair: ranks.get(pair, inf))
         if pair not in ranks:
             break
         merged, at = [], 0

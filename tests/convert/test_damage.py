@@ -85,78 +85,70 @@ FITS_NOT = re.compile(
 )
 
 
-def damage(kind, index, change, check):
-    """Change one tensor of a checkpoint; call `check` with its name, the tensor, and the result of the conversion."""
-    model = dict(built(kind)["model"])
-    key = list(model)[index % len(model)]
-    tensor = model[key]
-    change(model, key)
-    with TemporaryDirectory() as folder:
-        check(key, tensor, convert(changed(built(kind), model), Path(folder)))
-
-
 def is_dropped(key):
     """Return whether a tensor is a buffer that the model does not need."""
     return key.endswith(("version", "_float_tensor", "projected_positions", "num_batches_tracked"))
 
 
 def damaged(changes):
-    """Return the decorator of a test with a random tensor of a random kind, and one of the changes."""
-    return given(kind=st.sampled_from(list(KINDS)), index=st.integers(0, 999), change=st.sampled_from(list(changes)))
+    """Return the strategy of conversions of a random kind in which one of the changes is made to a random tensor.
+
+    A member has the name of the change, the name and the value of the tensor, and the report or the error.
+    """
+
+    def convert_damaged(kind, index, name):
+        model = dict(built(kind)["model"])
+        key = list(model)[index % len(model)]
+        tensor = model[key]
+        changes[name](model, key)
+        with TemporaryDirectory() as folder:
+            return name, key, tensor, convert(changed(built(kind), model), Path(folder))
+
+    names = st.sampled_from(list(changes))
+    return st.builds(convert_damaged, kind=st.sampled_from(list(KINDS)), index=st.integers(0, 999), name=names)
 
 
-@damaged(NAMES)
-def test_missing_and_unexpected_tensors_are_named(kind, index, change):
-    def check(key, tensor, found):
-        module = ".".join(key.split(".")[-3:-1])  # the other tensors of the module are unexpected without this one
-        if not isinstance(found, str):
-            assert is_dropped(key) or key.startswith("classification_heads.")
-        else:
-            assert key in found or module and module in found or "layers [" in found or "layers under" in found, found
-
-    damage(kind, index, NAMES[change], check)
+@given(damaged(NAMES))
+def test_missing_and_unexpected_tensors_are_named(case):
+    _, key, _, found = case
+    module = ".".join(key.split(".")[-3:-1])  # the other tensors of the module are unexpected without this one
+    if not isinstance(found, str):
+        assert is_dropped(key) or key.startswith("classification_heads.")
+    else:
+        assert key in found or module and module in found or "layers [" in found or "layers under" in found, found
 
 
-@damaged(NEVER_SAVED)
+@given(damaged(NEVER_SAVED))
 @pytest.mark.filterwarnings("ignore")
-def test_values_that_the_original_never_saves_are_named(kind, index, change):
+def test_values_that_the_original_never_saves_are_named(case):
     """These are errors in any tensor, also in one that the model does not need."""
-
-    def check(key, tensor, found):
-        assert isinstance(found, str) and any(x in found for x in (key, "pickle", "GLOBAL", "not dense")), found
-
-    damage(kind, index, NEVER_SAVED[change], check)
+    _, key, _, found = case
+    assert isinstance(found, str) and any(x in found for x in (key, "pickle", "GLOBAL", "not dense")), found
 
 
-@damaged(SHAPES)
-def test_wrong_shapes_are_named(kind, index, change):
+@given(damaged(SHAPES))
+def test_wrong_shapes_are_named(case):
     """The error names the tensor, one that it does not fit, or both numbers; some rows change a size of the model."""
-
-    def check(key, tensor, found):
-        if isinstance(found, str):
-            assert key in found or FITS_NOT.search(found), found
-        else:
-            SHAPES[change](model := {key: tensor}, key)
-            assert is_dropped(key) or key.endswith(COUNTED) or model[key].shape == tensor.shape
-
-    damage(kind, index, SHAPES[change], check)
+    change, key, tensor, found = case
+    if isinstance(found, str):
+        assert key in found or FITS_NOT.search(found), found
+    else:
+        SHAPES[change](model := {key: tensor}, key)
+        assert is_dropped(key) or key.endswith(COUNTED) or model[key].shape == tensor.shape
 
 
-@damaged(CONTENTS)
-def test_wrong_contents_are_named(kind, index, change):
+@given(damaged(CONTENTS))
+def test_wrong_contents_are_named(case):
     """NaN and Inf are reported with the names of the model, and integers raise an error; other values are converted."""
-
-    def check(key, tensor, found):
-        if isinstance(found, str):
-            assert key in found or "NaN or Inf in 1 of" in found or "LayerNorm" in found, found
-        elif change in ("NaN", "infinity") and tensor.is_floating_point() and not is_dropped(key):
-            (warning,) = (line for line in found.warnings if line.startswith("NaN or Inf in "))
-            targets = {row["target"] for row in found.mapped if row["source"] == key}
-            assert targets & {*found.non_finite} and warning.endswith(", ".join(found.non_finite))
-        elif change in ("integers", "booleans"):
-            assert not tensor.is_floating_point() or is_dropped(key), key
-
-    damage(kind, index, CONTENTS[change], check)
+    change, key, tensor, found = case
+    if isinstance(found, str):
+        assert key in found or "NaN or Inf in 1 of" in found or "LayerNorm" in found, found
+    elif change in ("NaN", "infinity") and tensor.is_floating_point() and not is_dropped(key):
+        (warning,) = (line for line in found.warnings if line.startswith("NaN or Inf in "))
+        targets = {row["target"] for row in found.mapped if row["source"] == key}
+        assert targets & {*found.non_finite} and warning.endswith(", ".join(found.non_finite))
+    elif change in ("integers", "booleans"):
+        assert not tensor.is_floating_point() or is_dropped(key), key
 
 
 INTEGERS = ["1024", [1], 10**18, 4.0, True, {}]
@@ -209,109 +201,72 @@ def test_random_arguments(data, kind):
         convert(changed(state, **found), Path(folder))
 
 
-ENCODER, BANDS, LRA = "encoder.sentence_encoder", "decoder.embed_tokens.embeddings", "encoder.encoder"
-LAYER, MEGA = f"{ENCODER}.layers.1", f"{BODY}.layers.0.mega_layer"
+ENCODER, MEGA = "encoder.sentence_encoder", f"{BODY}.layers.0.mega_layer"
 OTHERS = {
     "luna_lra, three": lambda: luna.lra21(towers=3),
     "luna_lra, four": lambda: luna.lra21(towers=4),
-    "luna_lra, shared": lambda: luna.lra21(layers=1),
-    "luna_bert, layers": lambda: luna.bert(encoder_layers=None),
+    "luna_bert, no head": luna.bert,
     "mega_lm, tied": lambda: mega_lm(**LANGUAGE_MODELS["tied"]),
     "luna_bert, a long name": lambda: luna.bert(heads=[(f"{{layer}}{LONG}", 2)]),
-    "nothing": lambda: luna.checkpoint({}),
+    "nothing": lambda: luna.checkpoint({}, arch="mine"),
 }
 # Kind, tensors with another shape (None: missing), a part of the error.
 TENSORS = [
-    ("luna_bert", {f"{LAYER}.fc2.weight": (16, 23)}, "[16, 23], the model needs [16, 24]"),
-    ("luna_bert", {f"{ENCODER}.projected_embeddings": (6, 15)}, "[6, 15], the model needs [6, 16]"),
-    ("luna_bert", {f"{ENCODER}.embed_tokens.weight": (17,)}, "[17], expected [vocabulary, width]"),
-    ("luna_bert", {"encoder.lm_head.bias": (18,)}, "[18], the model needs [17]"),
-    ("luna_bert", {"x": (3,)}, "unexpected: x"),
+    ("luna_bert", {"x.layers.7.self_attn.pq_proj.bias": (3,)}, "has layers in 'encoder.sentence_encoder.layers', 'x."),
+    ("luna_bert", {f"{ENCODER}.layers.": None}, "a Luna checkpoint, but of none of the kinds that are known"),
     ("luna_bert", {"long_" * 1000: (1,)}, "unexpected: long_long_"),
-    ("luna_bert", {f"{LAYER}.fc1.bias": None}, f"missing: {LAYER}.fc1.bias"),
-    ("mega_lra", {f"{MEGA}.move.alpha": (16, 4, 1)}, "[16, 4, 1], the model needs [32, 4, 1]"),
-    ("mega_lra", {f"{MEGA}.mx_proj.weight": (61, 16)}, "[61, 16], the model needs [62, 16]"),
-    ("mega_lra", {f"{MEGA}.rel_pos_bias.rel_pos_bias": (9,)}, "rel_pos_bias"),
-    ("mega_lra", {f"{MEGA}.v_proj.weight": (24,)}, "expected [value width, width]"),
-    ("mega_lra", {f"{BODY}.embed_tokens.embed.weight": (17, 8)}, "has shape [16], the model needs [8]"),
-    ("mega_lra", {"classifier.0.0.weight": (10, 48)}, "reads 48 features"),
-    ("mega_lra", {f"{MEGA}.norm.": None}, f"there is no tensor '{MEGA}.norm.norm.*'; the file is incomplete"),
-    ("mega_lra", {f"{BODY}.final_norm.": None}, "missing"),
-    ("mega_lra", {f"{BODY}.layers.0.": None}, "layers [1] of 'encoder.encoder.layers' are not 0 to n-1"),
-    ("mega_lra", {f"{MEGA}.rel_pos_bias.": None}, "missing"),
-    ("mega_lra", {"classifier.": None}, "classifier"),
-    ("luna_bert, layers", {f"{ENCODER}.layers.0.": None}, "layers [1]"),
-    ("mega_lm, adaptive", {f"{BANDS}.1.0.": None}, "missing"),
-    ("mega_lm, adaptive", {f"{BANDS}.2.1.weight": (16, 3)}, "has shape [16, 3]"),
-    ("mega_lm, adaptive", {f"{TAIL}.1.2.weight": (12, 4)}, f"'{BANDS}.2.0.weight' are tied"),
-    ("mega_lm, adaptive", {f"{TAIL}.0.0.weight": (16, 8)}, f"'{BANDS}.1.1.weight' are tied"),
-    ("luna_seq2seq", {"decoder.adaptive_softmax.head.weight": (3,)}, "adaptive softmax"),
+    ("luna_lra, 2021", {"encoder.encoder.emb_layer_norm.": None}, "missing: encoder.encoder.emb_layer_norm.weight"),
     ("luna_seq2seq", {"decoder.project_in_dim.weight": (8, 4)}, "of another width"),
     ("luna_seq2seq", {"decoder.embed_tokens.weight": (19, 9)}, "a width of 8, the decoder"),
     ("luna_seq2seq", {"encoder.projected_positions": (5, 8)}, "is not the sinusoids of the original"),
-    ("luna_lra, 2023", {f"{LRA}.projected_positions": (6, 16)}, "is not the sinusoids of the original"),
+    ("mega_lra", {"classifier.0.0.weight": (10, 48)}, "reads 48 features"),
+    ("mega_lra", {f"{MEGA}.norm.": None}, f"there is no tensor '{MEGA}.norm.norm.*'; the file is incomplete"),
+    ("mega_lra", {f"{BODY}.layers.0.": None}, "layers [1] of 'encoder.encoder.layers' are not 0 to n-1"),
+    ("mega_lra", {"classifier.": None}, "classifier"),
+    ("mega_lm, adaptive", {f"{TAIL}.0.0.weight": (16, 8)}, "'decoder.embed_tokens.embeddings.1.1.weight' are tied"),
     ("mega_seq2seq", {"decoder.adaptive_softmax.head.weight": (2, 2)}, "adaptive softmax"),
     ("mega_image", {"blocks.0.mega_layer.rel_pos_bias.rel_pos_bias": (19,)}, "19 entries, which belong to no square"),
     ("mega_image", {"patch_embed.pemb.proj.weight": (16, 50)}, "has shape [16, 50], which no square patch has"),
-    ("mega_image", {"pos_embed": (1, 3, 16)}, "pos_embed"),
     ("nothing", {"patch_embed.proj.weight": (2,), "blocks.0.attn.qkv.w": (2,)}, "a vision model without a Mega layer"),
+    # Architectures that are not supported.
+    *(("nothing", {name: (2,)}, "of none of the kinds that are known") for name in ("gamma", "move.delta")),
+    *(
+        ("nothing", dict.fromkeys(names, (2,)), "a Megalodon-line checkpoint")
+        for names in ([f"{MEGA}.move.theta"], [f"{MEGA}.move.delta", f"{MEGA}.h_proj.weight"])
+    ),
+    ("nothing", {"encoder.layers.0.self_attn.k_proj.weight": (2,)}, "not a Luna or Mega checkpoint"),
 ]
 LONG = "long_" * 1000
 # Kind, args (None: missing), a part of the error.
 ARGS = [
     ("luna_bert", {"encoder_layers": 3}, "args.encoder_layers = 3 but the file has 2"),
     ("luna_bert", {"encoder_attention_heads": 5}, "divisible by num_attention_heads"),
-    ("luna_bert", {"encoder_attention_heads": None, "arch": "mine"}, "args.encoder_attention_heads is missing"),
-    ("luna_bert", {"task": "masked\n_lm"}, r"args.task = 'masked\n_lm' is not a name"),
-    *(("luna_bert", {"dropout": value}, f"args.dropout = {value}: dropout must be in [0, 1)") for value in (-0.5, 1.5)),
-    *(("luna_bert", {"encoder_layerdrop": value}, f"args.encoder_layerdrop = {value}") for value in (1e9, -0.1)),
+    ("luna_bert", {"dropout": 1.5}, "args.dropout = 1.5: dropout must be in [0, 1)"),
     ("luna_bert", {"activation_fn": "swish"}, "args.activation_fn = 'swish' is not one of gelu, gelu_accurate"),
     ("luna_lra, three", {}, "reads 48 features"),
     ("luna_lra, four", {}, "16 (one sequence) or 32 (a pair)"),
     ("luna_lra, 2021", {"tie_layer_weights": True}, "args.tie_layer_weights is set"),
     ("luna_lra, 2021", {"sen_rep_type": "first"}, "args.sen_rep_type = 'first'"),
-    ("luna_lra, shared", {}, "args.encoder_layers = 2 but the file has 1"),
     ("luna_lra, 2021", {"arch": "mine", "encoder_attention_heads": None}, "args.encoder_attention_heads is missing"),
+    ("luna_seq2seq", {"decoder_layerdrop": 1}, "args.decoder_layerdrop = 1"),
     ("mega_lra", {"attention_activation_fn": "gelu"}, "attention_activation must be one of softmax, laplace, relu2"),
     ("mega_lra", {"sen_rep_type": "first"}, "args.sen_rep_type = 'first'"),
     ("mega_lra, pixels", {"sen_rep_type": "cls"}, "sen_rep_type"),
     ("mega_lra", {"use_p": True}, "args.use_p is set, but Mega has no packed sequence"),
-    ("mega_lra", {"encoder_layers": 3}, "args.encoder_layers = 3 but the file has 2 layers"),
     ("mega_lra", {"arch": "mine", "max_positions": None}, "args.max_positions is missing"),
-    ("mega_lra", {"dropout": 1.0}, "dropout_prob must be in [0, 1), got 1.0"),
-    ("mega_lm, adaptive", {"adaptive_softmax_dropout": 7.0}, "args.adaptive_softmax_dropout = 7.0"),
     ("mega_lm, tied", {"no_affine_final_norm": False}, "missing: decoder.final_norm.norm.weight"),
-    ("luna_seq2seq", {"decoder_layers": 3}, "args.decoder_layers = 3 but the file has 2"),
-    ("luna_seq2seq", {"encoder_attention_heads": 3}, "divisible by num_attention_heads"),
-    *(("luna_seq2seq", {"decoder_layerdrop": x}, "args.decoder_layerdrop = ") for x in (1e9, -0.1, 1)),
     ("mega_seq2seq", {"decoder_layers": 3}, "has 2 layers under 'decoder.layers'"),
-    ("mega_image", {"drop": 2.0}, "args.drop = 2.0"),
-    ("nothing", {"arch": "mine"}, "not a Luna or Mega checkpoint"),
     # Values in messages are cut.
     ("nothing", {"arch": f"\x1b{LONG}"}, "long_long_"),
     ("luna_bert, a long name", {}, "long_long_"),
 ]
-# Name of the architecture -> tensors of a model that is not supported, and a part of the error.
-UNSUPPORTED = {
-    "ema": (["delta", "alpha", "beta", "gamma", "omega"], "of none of the kinds that are known"),
-    "layer": (["move.delta", "move.alpha"], "of none of the kinds that are known"),
-    "megalodon_complex_ema": (["encoder.encoder.layers.0.mega_layer.move.theta"], "Megalodon"),
-    "megalodon_real_ema": ([f"{MEGA}.move.delta", f"{MEGA}.h_proj.weight"], "Megalodon"),
-    "megalodon": (["layers.0.attn.cema.alpha", "layers.0.attn.timenorm.prior_mean"], "Megalodon"),
-    "roberta_base": (["decoder.sentence_encoder.layers.0.self_attn.k_proj.weight"], "not a Luna or Mega checkpoint"),
-    "transformer": (["encoder.layers.0.self_attn.k_proj.weight"], "not a Luna or Mega checkpoint"),
-    "gpt": (["blocks.0.attn.qkv.weight"], "not a Luna or Mega checkpoint"),
-    "flash_lra_imdb": (["encoder.encoder.layers.0.flash_layer.gamma"], "not a Luna or Mega checkpoint"),
-}
+# Kind, options, a part of the error.
 OPTIONS = [
     ("luna_bert", {"head": "c_head"}, "--head c_head: the file has topic"),
-    ("luna_bert, layers", {"head": "c_head"}, "--head c_head: the file has no classification head"),
-    *((kind, {"head": "a"}, "--head a: only luna_bert files have named heads") for kind in ("mega_lm", "mega_image")),
-    *((kind, {"layer_norm": "standard"}, "--layer-norm standard") for kind in ("mega_lm", "mega_image", "megalodon")),
-    *(
-        (kind, {"ema_convention": "main"}, "--ema-convention main")
-        for kind in ("luna_bert", "luna_seq2seq", "megalodon")
-    ),
+    ("luna_bert, no head", {"head": "c_head"}, "--head c_head: the file has no classification head"),
+    ("mega_lm", {"head": "a"}, "--head a: only luna_bert files have named heads"),
+    *((kind, {"layer_norm": "plus-one"}, "--layer-norm plus-one") for kind in ("mega_lra", "mega_image", "megalodon")),
+    *((kind, {"ema_convention": "main"}, "--ema-convention main") for kind in ("luna_bert", "mega_image", "megalodon")),
     *((kind, {"bpe": "x"}, "--bpe x: LRA has no byte-pair encoding") for kind in ("luna_lra, 2021", "mega_lra")),
     *(
         (kind, {"bpe": "x"}, "--bpe x: there is no dictionary next to")
@@ -320,24 +275,15 @@ OPTIONS = [
     ("mega_image", {"bpe": "x"}, "--bpe x: the model has no tokenizer"),
     ("megalodon", {"bpe": "x"}, "x: no such file; pass the SentencePiece model"),
     ("megalodon", {"dictionaries": ["x"]}, "--dict x: the original has no dictionary; pass the SentencePiece model"),
-    ("luna_bert", {"dictionaries": ["x"]}, "x: no such dictionary file"),
 ]
 # Prefix of all names -> kind, and a part of the error.
 PREFIXES = {
     "module.": ("luna_bert", "save model.module.state_dict()"),
     "_orig_mod.": ("mega_lra", "save model._orig_mod.state_dict()"),
     "model.": ("megalodon", "save model.model.state_dict()"),
-    "net.": ("luna_bert", "remove the prefix"),
     "a.b.": ("mega_lm, adaptive", "remove the prefix"),
     "encoders.x.": ("mega_lra", "remove the prefix"),
 }
-
-
-def nested(times, kind=list):
-    value = kind()
-    for _ in range(times):
-        value = kind((value, value))
-    return value
 
 
 def loop():
@@ -348,25 +294,21 @@ def loop():
 
 MANY, DEEP = "more than 100,000 values", "nested more than 50 deep"
 # Values of an arg that are too large for the report or cannot be part of it.
-TOO_LARGE = {
-    "lists that are shared": (nested(40), MANY),
-    "tuples that are shared": (nested(40, tuple), MANY),
-    "a dict of shared lists": ({"a": {"b": nested(40)}}, MANY),
-    "many values": (list(range(100_001)), MANY),
-    "a deep list": (functools.reduce(lambda inner, _: [inner], range(60), []), DEEP),
-    "a large tensor": (torch.zeros(1).expand(1 << 40), MANY),
-    "a long text often": (["x" * 100_000] * 101, MANY),
-    "a large set": (set(range(100_001)), MANY),
-    "many keys": (dict.fromkeys(range(50_001)), MANY),
-    "a loop": (loop(), "'args' contains itself"),
-}
+TOO_LARGE = [
+    (functools.reduce(lambda inner, _: [inner, inner], range(40), []), MANY),
+    (list(range(100_001)), MANY),
+    (functools.reduce(lambda inner, _: [inner], range(60), []), DEEP),
+    (torch.zeros(1).expand(1 << 40), MANY),
+    (["x" * 100_000] * 101, MANY),
+    (set(range(100_001)), MANY),
+    (loop(), "'args' contains itself"),
+]
 # Kind, tensors, args, options, part of the error.
 FAULTS = [
     *((kind, tensors, {}, {}, named) for kind, tensors, named in TENSORS),
     *((kind, {}, args, {}, named) for kind, args, named in ARGS),
     *((kind, {}, {}, options, named) for kind, options, named in OPTIONS),
-    *(("nothing", dict.fromkeys(keys, (2,)), {"arch": arch}, {}, named) for arch, (keys, named) in UNSUPPORTED.items()),
-    *(("luna_bert", {}, {"odd": value}, {}, named) for value, named in TOO_LARGE.values()),
+    *(("luna_bert", {}, {"odd": value}, {}, named) for value, named in TOO_LARGE),
 ]
 
 
@@ -386,7 +328,6 @@ def test_faults_are_named(tmp_path, case):
     found = convert(state | {"args": Namespace(**args), "model": model}, tmp_path, **options)
     assert isinstance(found, str) and named in found and len(found) < 800, found
     assert options or "checkpoint" in found  # the name of the file
-    assert kind != "nothing" or "vision" in named or shown(args["arch"]) in found
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)

@@ -4,7 +4,6 @@ A row of `CONVERSIONS` is a checkpoint with files next to it and the tokenizer a
 of `FAULTS` is one with the error. `test_tokenizer.py` compares tokenizers with the steps of the original.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,12 +97,9 @@ CONVERSIONS = {
         "abc the abx", report=("259 pieces become <unk>", "needs trust_remote_code=True", "!no tokenizer"),
     ),
     "symbols, 2021": symbols_of(lra21),
-    "symbols, 2021, mean": symbols_of(lra21, sen_rep_type="mp"),
-    "symbols, 2021, P": symbols_of(lra21, use_p=True),
     "symbols, 2023": symbols_of(lra23, sen_rep_type="cls"),
     "symbols, 2023, mean": symbols_of(lra23, starts=False, sen_rep_type="mp"),
     "symbols, Mega": symbols_of(mega, length=POSITIONS, sen_rep_type="cls"),
-    "symbols, Mega, mean": symbols_of(mega, starts=False, length=POSITIONS, sen_rep_type="mp"),
     "a dictionary with <CLS>": Row(
         lambda: mega(sen_rep_type="cls"), {"dict.txt": words(12) + "<CLS> 1\n"}, {}, [16, 4, 6, 3, 2], length=POSITIONS
     ),
@@ -125,10 +121,6 @@ CONVERSIONS = {
         two_vocabularies, {"en": words(15), "de": words(10)}, {"dictionaries": ["de", "en"]}, [4, 6, 3, 2],
         copies={"dict.txt": "en", "dict.target.txt": "de"}, length=None,
     ),
-    "no languages": Row(two_vocabularies, {}, report=("dict.source.txt or dict.target.txt",)),
-    "one joint language": Row(
-        translation, {"a": words(15)}, {"dictionaries": ["a"]}, [4, 6, 3, 2], copies={"dict.txt": "a"}, length=None
-    ),
     "the first language is the source": Row(
         lambda: translation(share_encoder_decoder_embeddings=False), {"a": words(15, "v"), "b": words(15)},
         {"dictionaries": ["b", "a"]}, [4, 6, 3, 2], copies={"dict.txt": "b", "dict.target.txt": "a"}, length=None,
@@ -142,14 +134,10 @@ CONVERSIONS = {
         lambda: bert(heads=[("a", 3)], task="sentence_prediction"), {"label/dict.txt": words(3)},
         labels=["w0", "w1", "w2"],
     ),
-    "labels of Mega": Row(
-        lambda: mega(classes=3), {"label-bin/dict.txt": words(3)}, labels=["w0", "w1", "w2"], report=("no dictionary",)
-    ),
     "other labels": Row(
         lambda: lra21(classes=2), {"label-bin/dict.txt": words(4)}, labels=["LABEL_0", "LABEL_1"],
         report=("4 labels for 2 classes: not used",),
     ),
-    "equal dictionaries": Row(bert, {"a": words(12), "b": words(12)}, {"dictionaries": ["a", "b"]}),
     "pixels": Row(lambda: lra23(image=True, sen_rep_type="mp"), {"dict.txt": words(12)}, report=("!dictionary",)),
     "images": Row(
         mega_image, {"a": "tench, Tinca tinca\ngoldfish\nshark\nhen\ncrane\n"}, {"dictionaries": ["a"]},
@@ -191,14 +179,9 @@ def test_dictionaries_labels_and_tokenizer(tmp_path, monkeypatch, name):
     assert len(tokenizer) == model.config.vocab_size == report.tokenizer["size"]
     assert tokenizer.model_max_length == row.length or row.length is None and tokenizer.model_max_length > 1e9
     assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 1)
-    batch = tokenizer([row.text, row.text * 30], padding=True, truncation=row.length is not None, return_tensors="pt")
-    targets = {"labels": batch["input_ids"]} if model.config.is_encoder_decoder else {}
-    assert model(**batch, **targets).logits.isfinite().all()
     if report.model_class.endswith("CausalLM"):
         assert tokenizer.bos_token_id == model.generate(max_new_tokens=2, do_sample=False)[0, 0] == 2
         assert row.ids[0] != 2 or "w0" in row.text or tokenizer.decode(row.ids, skip_special_tokens=True) == row.text
-    if name == "bytes":
-        assert tokenizer.decode(row.ids) == row.text
     if (output / "target").exists():
         assert len(AutoTokenizer.from_pretrained(output, subfolder="target")) == model.config.decoder_config.vocab_size
 
@@ -209,26 +192,14 @@ def test_the_error_of_a_folder_without_a_tokenizer_names_the_option(tmp_path):
         AutoTokenizer.from_pretrained(tmp_path / "model")
 
 
-def test_processor_of_images(tmp_path):
-    convert_checkpoint(save(mega_image(), tmp_path), tmp_path / "model")
-    assert "AutoImageProcessor" in (tmp_path / "model" / "README.md").read_text(encoding="utf-8")
-    processor = json.loads((tmp_path / "model" / "preprocessor_config.json").read_text(encoding="utf-8"))
-    assert processor["crop_size"]["height"] == 12
-
-
 A, AB = {"dictionaries": ["a"]}, {"dictionaries": ["a", "b"]}
 BPE = {"bpe": "bpe"}
 # Checkpoint, files next to it, options, a part of the error.
 FAULTS = [
     *((bert, {"dict.txt": words(x)}, {}, f"dict.txt: {x} symbols do not fit the model, which has 17 embeddings "
        f"(4 specials + {x} symbols + <mask> = {5 + x})") for x in (11, 13)),
-    (bert, {"a": words(13)}, A, "a: 13 symbols do not fit the model"),
-    (bert, {}, A, "a: no such dictionary file"),
     (bert, {"a": words(12), "b": words(12, "v")}, AB, "pass one of them"),
-    (mega, {"dict.txt": words(13)}, {}, "symbols do not fit the model"),
     (lambda: lra23(image=True, sen_rep_type="mp"), {"a": words(12)}, A, "do not fit"),
-    (mega_lm, {"dict.txt": lines(range(300))}, {}, "(4 specials + 300 symbols = 304)"),
-    (mega_lm, {"dict.txt": lines(range(28))}, BPE, "of GPT-2's pieces"),
     (mega_lm, {"dict.txt": lines(range(28))}, BPE, "omit --bpe"),
     (bert, {"dict.txt": lines(NUMBERS)}, {"bpe": "."}, "has neither encoder.json and vocab.bpe nor"),
     (bert, {"dict.txt": words(12)}, BPE, "symbol 'w0' is not a number"),
@@ -238,7 +209,6 @@ FAULTS = [
     (mega_image, {}, A, "no such file"),
     (mega_image, {"a": "", "b": ""}, AB, "the names of the classes are in one file"),
     (two_vocabularies, {"a": words(15)}, A, "dict.target.txt, is missing"),
-    (two_vocabularies, {"a": words(10)}, A, "dict.source.txt, is missing"),
     (two_vocabularies, {"a": words(15)}, {"dictionaries": ["a", "a"]}, "fits as source, and so does"),
     (two_vocabularies, {"a": words(11)}, A, "11 symbols and 4 specials do not fit the 19 embeddings"),
     (two_vocabularies, {"dict.source.txt": words(10)}, {}, "dict.source.txt: 10 symbols and 4 specials do not fit"),

@@ -1,25 +1,17 @@
 """A format registered by a user works in convert without changes to the package."""
 
-import argparse
 from dataclasses import replace
 
 import pytest
-import torch
 
 from luna_mega import MegaConfig, MegaForMultipleChoice
 from luna_mega.convert import ConversionError, convert_checkpoint
 from luna_mega.convert.dictionaries import VocabularyAndLabels
-from luna_mega.convert.formats import (
-    Companions,
-    Facts,
-    Format,
-    Notes,
-    register_format,
-    registry,
-)
+from luna_mega.convert.formats import Companions, Facts, Format, Notes, register_format, registry
 from luna_mega.convert.keymap import KeyMap, Row
 from luna_mega.convert.table import Arg, derived
-from tests.convert.contract import weights
+from tests.convert import luna
+from tests.convert.contract import save, weights
 from tests.convert.folders import find_format, identical
 from tests.convert.mega import FIELDS
 
@@ -67,42 +59,27 @@ class TinyFormat(Format):
         return Notes()
 
 
-@pytest.fixture
-def checkpoint(tmp_path, monkeypatch):
-    """Register the format; return a checkpoint of it and the folder with its model."""
+def test_conversion(tmp_path, monkeypatch):
     monkeypatch.setattr(registry, "_FORMATS", registry._FORMATS.copy())
     register_format(TinyFormat())
     model = MegaForMultipleChoice(MegaConfig(**SIZES))
     model.save_pretrained(tmp_path / "model")
-    tensors = {
-        name.replace("mega.", "net.", 1).replace("classifier.", "head.", 1): tensor
-        for name, tensor in model.state_dict().items()
-    }
-    torch.save({"args": argparse.Namespace(drop=0.25), "model": tensors}, tmp_path / "tiny.pt")
-    return tmp_path / "tiny.pt", tmp_path / "model"
-
-
-def test_conversion(tmp_path, checkpoint):
-    file, model = checkpoint
+    names = {name: name.replace("mega.", "net.", 1).replace("classifier.", "head.", 1) for name in model.state_dict()}
+    tensors = {names[name]: tensor for name, tensor in model.state_dict().items()}
+    file = save(luna.checkpoint(tensors, drop=0.25), tmp_path)
     report = convert_checkpoint(file, tmp_path / "back")
     assert report.source["layout"] == "tiny" and "tiny of the first code" in str(report) and not report.warnings
     config = MegaConfig.from_pretrained(tmp_path / "back")
     assert {name: getattr(config, name) for name in SIZES} == SIZES
-    identical(*map(weights, (model, tmp_path / "back")))
-    for options, message in (
-        ({"layer_norm": "standard"}, "--layer-norm standard: it has one way; omit the option"),
-        ({"head": "a"}, "--head a: only luna_bert files have named heads"),
-    ):
-        with pytest.raises(ConversionError, match=message):
-            convert_checkpoint(file, tmp_path / "other", **options)
-
-
-class SameStacks(type(find_format("mega_lra"))):
-    facts = replace(find_format("mega_lra").facts, name="other")
+    identical(*map(weights, (tmp_path / "model", tmp_path / "back")))
+    with pytest.raises(ConversionError, match="--layer-norm standard: it has one way; omit the option"):
+        convert_checkpoint(file, None, layer_norm="standard")
 
 
 def test_names_and_stacks_are_unique():
-    with pytest.raises(ValueError, match="format 'mega_lm' is registered already"):
-        register_format(type(find_format("mega_lm"))())
+    known = find_format("mega_lra")
+    with pytest.raises(ValueError, match="format 'mega_lra' is registered already"):
+        register_format(type(known)())
+    other = type("Other", (type(known),), {"facts": replace(known.facts, name="other")})
     with pytest.raises(ValueError, match="'other' has the same stacks as 'mega_lra'"):
-        register_format(SameStacks())
+        register_format(other())

@@ -1,6 +1,6 @@
 """Tokenizers of every kind of dictionary have the ids of the original's steps in plain Python.
 
-`TOKENIZERS` has a row per kind; the tests after `test_facts` are what no row can say. `test_dictionary.py` converts
+`TOKENIZERS` has a row per kind; the tests after `test_copies` are what no row can say. `test_dictionary.py` converts
 checkpoints with them.
 """
 
@@ -8,12 +8,12 @@ import functools
 import json
 import pickle
 import random
-from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, RobertaTokenizer, TokenizersBackend
 
 from luna_mega import LunaTokenizer
@@ -53,11 +53,15 @@ SYMBOLS = ["[MAX", "]", "9", "a", "é", "😀", "255", "the", "abc", "madeupword
 
 
 class Built(NamedTuple):
-    """A tokenizer, and the original's steps from a text to ids and back; `gpt2` if it has GPT-2's pieces."""
+    """A tokenizer, the original's steps from a text to ids and back, and whether the dictionary lacks pieces of codes.
+
+    `gpt2` has GPT-2's pieces if the tokenizer uses them.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
+    lacks: bool = False
     gpt2: Gpt2 | None = None
 
 
@@ -69,31 +73,42 @@ def dictionary_of(folder, symbols):
     return read_dictionary(folder / "dict.de.txt")
 
 
-def without(*pieces):
-    """Return the symbols without GPT-2's ids of these pieces."""
-    return [symbol for symbol in NUMBERS if symbol not in {GPT2.number[piece] for piece in pieces}]
+def gpt2(folder, lacks=(), without=(), more=()):
+    """Build the tokenizer of a dictionary that lacks some of GPT-2's pieces, or has other symbols."""
+    absent = {*without, *(GPT2.number[piece] for piece in lacks)}
+    symbols = [symbol for symbol in NUMBERS if symbol not in absent] + [*more]
+    files = folder / "bpe" if (folder / "bpe").exists() else write_bpe(folder / "bpe")
+    tokenizer, missing = bpe_tokenizer(dictionary_of(folder, symbols), read_gpt2_bpe(files), "<mask>", 20)
+    assert {*missing} == {*lacks} and len(tokenizer) == 4 + len(symbols) + 1
+    return of_pieces(tokenizer, symbols, GPT2, bool(lacks))
 
 
-def build_bpe(folder, symbols):
-    return bpe_tokenizer(dictionary_of(folder, symbols), read_gpt2_bpe(write_bpe(folder / "bpe")), "<mask>", 20)
+def complete(folder):
+    """Build the tokenizer of GPT-2's complete vocabulary."""
+    data = Path(__file__).parents[3] / "shared" / "data"
+    if not data.is_dir():
+        pytest.skip("../shared (GPT-2's files and the dictionary of RoBERTa) is absent")
+    dictionary, merges = read_dictionary(data / "roberta_bpe" / "dict.txt"), data / "gpt2_bpe" / "vocab.bpe"
+    tokenizer, missing = bpe_tokenizer(dictionary, read_gpt2_bpe(data / "gpt2_bpe"), "<mask>", 20)
+    assert missing == [] and len(tokenizer) == 50265
+    pieces = Gpt2(merges.read_text(encoding="utf-8").split("\n")[1:-1])
+    return of_pieces(tokenizer, list(dictionary.symbols), pieces)
 
 
-def gpt2(folder, symbols=None, lacks=""):
-    """Build the tokenizer of a dictionary that lacks some of GPT-2's pieces."""
-    symbols = symbols or without(*lacks.split())
-    tokenizer, missing = build_bpe(folder, symbols)
-    assert sorted(missing) == sorted(lacks.split()) and len(tokenizer) == 4 + len(symbols) + 1
-    piece_of = {number: piece for piece, number in GPT2.number.items()}
+def of_pieces(tokenizer, symbols, pieces, lacks=False):
+    """Return the tokenizer and the steps of fairseq: GPT-2's pieces, the dictionary, and the text of the pieces."""
+    piece_of = {number: piece for piece, number in pieces.number.items()}
     names = [*SPECIALS, *(piece_of.get(symbol, symbol) for symbol in symbols)]
     return Built(
         tokenizer,
-        lambda text: GPT2.encode(symbols, [text])[0],
-        lambda ids: GPT2.decode([names[index] for index in ids]),
-        GPT2,
+        lambda text: pieces.encode(symbols, [text])[0],
+        lambda ids: pieces.decode([names[index] for index in ids]),
+        lacks,
+        pieces,
     )
 
 
-def by_symbol(tokenizer, symbols, split, start=()):
+def by_symbol(tokenizer, symbols, split, start=(), lacks=False):
     """Return the tokenizer and the steps of fairseq: its dictionary, `encode_line`, and `process_bpe_symbol`."""
     names = [*SPECIALS, *symbols]
     index = {symbol: number for number, symbol in enumerate(names)}
@@ -101,6 +116,7 @@ def by_symbol(tokenizer, symbols, split, start=()):
         tokenizer,
         lambda text: [*start, *(index.get(symbol, 3) for symbol in split(text)), 2],
         lambda ids: (" ".join(names[index] for index in ids) + " ").replace("@@ ", "").rstrip(),
+        lacks,
     )
 
 
@@ -110,47 +126,38 @@ def words(folder, prepend_cls):
     return by_symbol(tokenizer, [*SYMBOLS, "<CLS>"], str.split, [4 + len(SYMBOLS)] * prepend_cls)
 
 
-@functools.cache
-def learned():
-    """Return lines of words with umlauts and emojis, and merges of pairs in these words."""
-    choose, merges = random.Random(1), []
-    words = ["".join(choose.choices("abcdeöü😀", k=choose.randint(1, 8))) for _ in range(150)]
-    while len(merges) < 120:
-        pieces = segment(choose.choice(words), merges)
-        if len(pieces) > 1:
-            at = choose.randrange(len(pieces) - 1)
-            merges.append(tuple(pieces[at : at + 2]))
-    return [" ".join(words[min(int(choose.expovariate(0.03)), 149)] for _ in range(12)) for _ in range(200)], merges
-
-
-def split_into(merges):
-    """Return the function that splits a text into the symbols of subword-nmt."""
-
-    def split(text):
-        words = [segment(word, merges) for word in text.split()]
-        return [x for *pieces, last in words for x in (*(f"{y}@@" for y in pieces), last.removesuffix("</w>"))]
-
-    return split
-
-
-def write_codes(folder, merges, header="#version: 0.2\n", tail=""):
+def write_codes(folder, merges, header="#version: 0.2\n", end=""):
     codes = folder / "codes"
-    codes.write_text(header + "".join(f"{' '.join(pair)}{tail}\n" for pair in merges), encoding="utf-8")
+    codes.write_text(header + "".join(f"{' '.join(pair)}{end}\n" for pair in merges), encoding="utf-8")
     return codes
 
 
-def subwords(folder, symbols, merges, header="#version: 0.2\n", tail=""):
+def symbol_of(piece):
+    return piece.removesuffix("</w>") if piece.endswith("</w>") else f"{piece}@@"
+
+
+def subwords(folder, merges, symbols, *form):
     """Build the tokenizer of a translation model with codes."""
-    codes = write_codes(folder, merges, header, tail)
-    return by_symbol(translation_tokenizer(dictionary_of(folder, symbols), codes, 20), symbols, split_into(merges))
+    pieces = {piece for pair in merges for piece in (*pair, "".join(pair))}
+    tokenizer = translation_tokenizer(dictionary_of(folder, symbols), write_codes(folder, merges, *form), 20)
+    lacks = not {*map(symbol_of, pieces)} <= {*symbols}
+    return by_symbol(
+        tokenizer, symbols, lambda x: [symbol_of(y) for w in x.split() for y in segment(w, merges)], (), lacks
+    )
 
 
-def frequent(folder, least, *form):
-    """Build the tokenizer of the symbols that occur at least so often in the lines."""
-    lines, merges = learned()
-    counts = Counter(symbol for line in lines for symbol in split_into(merges)(line))
-    symbols = [symbol for symbol, count in counts.most_common() if count >= least]
-    return subwords(folder, [*symbols, "madeupword0000"], merges, *form)
+@st.composite
+def codes(draw):
+    """Return merges and symbols of some or all of their pieces."""
+    pieces, merges = [x + end for x in "abc😀" for end in ("", "</w>")], []
+    for _ in range(draw(st.integers(1, 12))):
+        first = draw(st.sampled_from([piece for piece in pieces if not piece.endswith("</w>")]))
+        merges.append((first, draw(st.sampled_from(pieces))))
+        pieces.append("".join(merges[-1]))
+    merges += draw(st.lists(st.sampled_from(merges), max_size=3))
+    symbols = [symbol_of(piece) for piece in dict.fromkeys(pieces)]
+    some = st.lists(st.sampled_from(symbols), unique=True).map(lambda found: [*found, "d@@", "madeupword0000"])
+    return merges, draw(some | st.just([*symbols, "madeupword0000"]))
 
 
 def split_already(folder):
@@ -159,101 +166,86 @@ def split_already(folder):
     return by_symbol(translation_tokenizer(dictionary_of(folder, symbols), max_length=20), symbols, str.split)
 
 
-COMPLETE = ["a@@", "a", "b", "b@@", "ab", "ab@@"]
-TWICE = [("a", "b"), ("b", "c</w>"), ("a", "b")]  # the first of two equal merges counts
-# Name -> how to build the tokenizer with its reference, and its class.
-TOKENIZERS: dict[str, tuple[Callable[..., Built], type]] = {
-    "gpt2": (gpt2, RobertaTokenizer),
-    "gpt2, a symbol twice": (lambda folder: gpt2(folder, [*NUMBERS, NUMBERS[5]]), RobertaTokenizer),
-    "gpt2 without <|endoftext|>": (
-        lambda folder: gpt2(folder, [symbol for symbol in NUMBERS if symbol != END_OF_TEXT]),
-        RobertaTokenizer,
-    ),
-    **{
-        f"gpt2 without {lacks[:20]}": (functools.partial(gpt2, lacks=lacks), LunaTokenizer)
-        for lacks in ("Ġthe", "Ġt he", "abc h", "ab", "Ã© a abcab", "Ġthe ab Ã", " ".join(GPT2.number))
-    },
-    "words": (lambda folder: words(folder, False), TokenizersBackend),
-    "words after <CLS>": (lambda folder: words(folder, True), TokenizersBackend),
-    "subword-nmt": (lambda folder: frequent(folder, 1), LunaTokenizer),
-    "subword-nmt, thinned": (lambda folder: frequent(folder, 40), LunaTokenizer),
-    "fastBPE, thinned": (lambda folder: frequent(folder, 40, "", " 17"), LunaTokenizer),
-    "subword-nmt, every piece": (
-        lambda folder: subwords(folder, COMPLETE, [("a", "b</w>"), ("a", "b")]),
-        TokenizersBackend,
-    ),
-    "subword-nmt, a pair twice": (lambda folder: subwords(folder, ["ab@@", "a@@", "bc", "c"], TWICE), LunaTokenizer),
-    "split already": (split_already, TokenizersBackend),
+TWICE = [("a", "b"), ("b", "c</w>"), ("a", "b")], ["ab@@", "a@@", "bc", "c", "madeupword0000"]  # the first counts
+LACKS = st.sets(st.sampled_from(PIECES), max_size=4) | st.sampled_from([{"Ġthe"}, {"ab", "Ã"}, set(PIECES)])
+# Name -> strategy of functions that build the tokenizer with its reference, and its class if no piece is missing.
+TOKENIZERS: dict[str, tuple[st.SearchStrategy, type]] = {
+    "gpt2": (st.just(gpt2), RobertaTokenizer),
+    "gpt2, complete": (st.just(functools.cache(complete)), RobertaTokenizer),
+    "gpt2 without <|endoftext|>": (st.just(functools.partial(gpt2, without=[END_OF_TEXT])), RobertaTokenizer),
+    "gpt2, a symbol twice": (st.just(functools.partial(gpt2, more=[NUMBERS[5]])), RobertaTokenizer),
+    "gpt2, thinned": (LACKS.map(lambda lacks: functools.partial(gpt2, lacks=lacks)), RobertaTokenizer),
+    "words": (st.just(functools.partial(words, prepend_cls=False)), TokenizersBackend),
+    "words after <CLS>": (st.just(functools.partial(words, prepend_cls=True)), TokenizersBackend),
+    "subword-nmt": ((codes() | st.just(TWICE)).map(lambda x: lambda folder: subwords(folder, *x)), TokenizersBackend),
+    "fastBPE": (codes().map(lambda x: lambda folder: subwords(folder, *x, "", " 17")), TokenizersBackend),
+    "split already": (st.just(split_already), TokenizersBackend),
 }
-
-
-@functools.cache
-def built(name, make):
-    """Return the tokenizer with the reference of a row, and the copies that were saved and pickled."""
-    folder = make("tokenizer")
-    made = TOKENIZERS[name][0](folder)
-    made.tokenizer.save_pretrained(folder / "saved" / "target")
-    saved = AutoTokenizer.from_pretrained(folder / "saved", subfolder="target")
-    return made, [pickle.loads(pickle.dumps(made.tokenizer)), saved]
-
-
-@pytest.fixture(params=TOKENIZERS)
-def row(request, tmp_path_factory):
-    return request.param, *built(request.param, tmp_path_factory.mktemp)
-
-
 TEXT = st.text(st.sampled_from(" abcdethéöü😀@9]\t\n\x1c\u2028"), max_size=30) | st.sampled_from(TEXTS)
 
 
-@given(texts=st.lists(TEXT, min_size=1, max_size=20))
-def test_equals_its_reference(row, texts):
-    """Ids and texts are those of the original's steps, for one text and for a batch, also with copied tokenizers."""
-    name, (tokenizer, encode, decode, pieces), copies = row
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("tokenizer")
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(texts=st.lists(TEXT, min_size=1, max_size=20), data=st.data())
+def test_equals_its_reference(folder, name, texts, data):
+    """Ids and texts are those of the original's steps, for one text and for a batch."""
+    build, kind = TOKENIZERS[name]
+    tokenizer, encode, decode, lacks, pieces = data.draw(build)(folder)
+    assert type(tokenizer) is (LunaTokenizer if lacks else kind)
     ids = [encode(text) for text in texts]
     assert tokenizer(texts).input_ids == ids and tokenizer(texts[0]).input_ids == ids[0]
     assert set(tokenizer(texts[0])) == {"input_ids", "attention_mask"}
     assert [tokenizer.decode(row) for row in ids] == [decode(row) for row in ids]
     plain = [decode([index for index in row if index not in tokenizer.all_special_ids]) for row in ids]
     assert tokenizer.batch_decode(ids, skip_special_tokens=True) == plain
-    for copy in copies:
-        assert dict(copy(texts)) == dict(tokenizer(texts))
-        if pieces:
-            options = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
-            assert dict(copy(texts, **options)) == dict(tokenizer(texts, **options))
     if pieces:
         assert [tokenizer(text).tokens()[1:-1] for text in texts] == [pieces.pieces(text) for text in texts]
         found = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True)
         assert found["offset_mapping"] == [pieces.offsets(text) for text in texts]
-        assert plain == texts or type(tokenizer) is LunaTokenizer
+        assert plain == texts or lacks
     cut = tokenizer(texts, truncation=True, max_length=5, padding="max_length")
     assert all(len(row) == 5 and (row[-1] == 2 or row[-1] == 1) for row in cut["input_ids"])
     assert [sum(mask) for mask in cut["attention_mask"]] == [min(len(row), 5) for row in ids]
 
 
-def test_facts(row):
-    """Every id has one token, special ids are fairseq's, and copies keep class, length and padding."""
-    name, (tokenizer, encode, _, pieces), copies = row
+@pytest.mark.parametrize("name", TOKENIZERS)
+@settings(max_examples=3)
+@given(data=st.data())
+def test_copies(folder, name, data):
+    """Every id has one token, special ids are fairseq's, and saved and pickled copies are equal."""
+    tokenizer, encode, _, _, pieces = data.draw(TOKENIZERS[name][0])(folder)
     vocabulary = tokenizer.get_vocab()
     assert sorted(vocabulary.values()) == list(range(len(tokenizer))) and tokenizer.vocab_size == len(tokenizer)
     assert all(tokenizer.convert_ids_to_tokens(index) == token for token, index in vocabulary.items())
-    for each in (tokenizer, *copies):
-        assert type(each) is TOKENIZERS[name][1] and each.get_vocab() == vocabulary and len(each) == len(tokenizer)
+    assert "madeupword0000" in vocabulary
+    tokenizer.save_pretrained(folder / "saved" / "target")
+    saved = AutoTokenizer.from_pretrained(folder / "saved", subfolder="target")
+    options = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
+    for each in (tokenizer, pickle.loads(pickle.dumps(tokenizer)), saved):
+        assert type(each) is type(tokenizer) and each.get_vocab() == vocabulary and len(each) == len(tokenizer)
         assert [getattr(each, f"{role}_token_id") for role in ("bos", "pad", "eos", "unk")] == [0, 1, 2, 3]
         assert (each.model_max_length, each.padding_side, each.truncation_side) == (20, "right", "right")
+        assert dict(each(TEXTS, **options)) == dict(tokenizer(TEXTS, **options))
     first, second = encode("abc the"), encode(" the")
     assert tokenizer("abc the", " the").input_ids == ([*first, 2, *second[1:]] if pieces else first + second)
 
 
-def test_mask_takes_the_space_before_it(tmp_path):
-    tokenizer, _ = build_bpe(tmp_path, NUMBERS)
-    mask, (the, a) = tokenizer.mask_token_id, tokenizer.convert_tokens_to_ids(["Ġthe", "a"])
-    assert mask == len(tokenizer) - 1
-    assert tokenizer(" the <mask>a", add_special_tokens=False).input_ids == [the, mask, a]
+def test_special_tokens_in_text(tmp_path):
+    """Special tokens in a text are recognized, as in transformers; an option treats them as text, as in fairseq."""
+    tokenizer, encode, *_ = gpt2(tmp_path)
+    mask, (the, a) = len(tokenizer) - 1, tokenizer.convert_tokens_to_ids(["Ġthe", "a"])
+    assert tokenizer(" the <mask>a").input_ids == [0, the, mask, a, 2]  # <mask> takes the space before it
+    assert tokenizer("a<unk></s>").input_ids == [0, a, 3, 2, 2]
+    assert tokenizer("a <unk> the</s>", split_special_tokens=True).input_ids == encode("a <unk> the</s>")
 
 
 @pytest.fixture
 def thinned(tmp_path):
-    return build_bpe(tmp_path, without("Ġthe", "ab", "Ã"))[0]
+    return gpt2(tmp_path, ["Ġthe", "ab", "Ã"]).tokenizer
 
 
 def test_missing_pieces_have_no_other_ids(thinned):
@@ -282,7 +274,7 @@ def test_thinned_tokenizer_takes_new_tokens(thinned, tmp_path):
 
 @pytest.mark.parametrize("lacks", [(), ("abc",)])
 def test_space_before_the_first_word(tmp_path, lacks):
-    build_bpe(tmp_path, without(*lacks))[0].save_pretrained(tmp_path / "saved")
+    gpt2(tmp_path, lacks).tokenizer.save_pretrained(tmp_path / "saved")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "saved", add_prefix_space=True)
     tokenizer.save_pretrained(tmp_path / "again")
     for other in (tokenizer, AutoTokenizer.from_pretrained(tmp_path / "again")):
@@ -312,15 +304,11 @@ def test_forms_of_gpt2s_files(tmp_path):
 FILES = [
     ("encoder.json", b"{", "encoder.json: not JSON"),
     ("encoder.json", b"[]", "not a JSON object"),
-    ("encoder.json", b"\xff", "encoder.json: not JSON"),
     ("encoder.json", b'{"!": 0, "#": 1}', "'\"' has id None, by vocab.bpe it has 1"),
-    ("encoder.json", b'{"!": 4}', "'!' has id 4, by vocab.bpe it has 0"),
     ("vocab.bpe", b"#version: 0.2\n", "the file is empty"),
-    ("vocab.bpe", b"#version: 0.2\na b c\n", "'a b c' is not a pair"),
     ("vocab.bpe", b"#version: 0.2\nq q\n", "'qq' has id None, by vocab.bpe it has 256"),
     ("codes", b"#version: 0.2\na b c\n", "line 2 is not a pair"),
     ("codes", b"a b</w>\n", "neither '#version: 0.2' nor counts"),
-    ("codes", b"", "line 1 is not a pair"),
     ("codes", b"\x0a\x07<unk>\xff\xfe", "binary file"),
     ("codes", None, "no such file"),
     ("dictionary", "▁a".encode(), "no symbol ends with @@"),
@@ -370,7 +358,14 @@ def test_truncation_keeps_the_end_and_can_do_as_the_original(tmp_path):
 
 
 def test_sentencepiece(tmp_path):
-    symbols = ["▁ein", "▁Ha", "us", "."]
-    tokenizer = translation_tokenizer(dictionary_of(tmp_path, symbols))
+    tokenizer = translation_tokenizer(dictionary_of(tmp_path, ["▁ein", "▁Ha", "us", "."]))
     assert tokenizer("▁ein ▁Ha us .").input_ids == [4, 5, 6, 7, 2]
     assert tokenizer.decode([4, 5, 6, 7, 2], skip_special_tokens=True) == "ein Haus."
+
+
+def test_a_word_of_two_at_signs(tmp_path):
+    """The symbol `@@` is a word, not the start of one."""
+    codes = write_codes(tmp_path, [("@", "@</w>")])
+    tokenizer = translation_tokenizer(dictionary_of(tmp_path, ["@@", "a@@", "a"]), codes)
+    assert tokenizer("a @@ aa").input_ids == [6, 4, 5, 6, 2]
+    assert tokenizer.decode([6, 4, 5, 6]) == "a @@ aa"

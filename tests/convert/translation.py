@@ -51,7 +51,7 @@ def mega_seq2seq(**fields):
 def checkpoint(model, **changes):
     """Return the dict that fairseq saves for a model, with these changes of its args.
 
-    The names are those of the converter; `test_fixtures.py` converts files of the original.
+    The names are those of the converter; `tests/parity` converts files of the original.
     """
     config, luna = model.config, isinstance(model, LunaForConditionalGeneration)
     revision = "r21" if luna else "flash" if config.ema_shift else "main"
