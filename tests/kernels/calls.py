@@ -181,7 +181,9 @@ def _parameters(s, kind, rows):
     return leaves | _randoms(skip=s.channels)
 
 
-def _average(s, kind, step=False, directions=1, masked=False, stateful=False, padding_free=False, **fixed):
+def _average(
+    s, kind, step=False, directions=1, masked=False, stateful=False, padding_free=False, complex=False, **fixed
+):  # fmt: skip
     batch = 1 if padding_free else s.batch
     leaves = _randoms(x=(batch, s.channels) if step else (batch, s.length, s.channels))
     leaves |= _parameters(s, kind, directions * s.channels)
@@ -192,10 +194,15 @@ def _average(s, kind, step=False, directions=1, masked=False, stateful=False, pa
 
     def run(x, state=None, **rest):
         rest = fixed | no_phase | rest
+        if complex and rest["weight"].dtype in (torch.float64, torch.float32):  # there is no complex bfloat16
+            rest["weight"] = torch.complex(*rest["weight"].unbind(-1))
+            state = None if state is None else torch.complex(*state.unbind(-1))
         if step:
-            return op(x, state, **rest)
-        rest = _rows(x, masked, padding_free) | rest
-        return _tuple(op(x, initial_state=state, **({"return_state": stateful} | rest)))
+            results = op(x, state, **rest)
+        else:
+            rest = {"return_state": stateful} | _rows(x, masked, padding_free) | rest
+            results = _tuple(op(x, initial_state=state, **rest))
+        return tuple(torch.view_as_real(y) if y.is_complex() else y for y in results)
 
     def loop(x, state=None, mask=None, **rest):
         rest |= {name: value or None for name, value in fixed.items()}
@@ -236,9 +243,15 @@ def _norm(s, step=False, masked=False, stateful=False):
     return Call(leaves, run, loop=loop)
 
 
-def _gated(s, step=False, chunk=None, masked=False, padding_free=False, row_offset=None, **fixed):
-    batch, positions = 1 if padding_free else s.batch, chunk or max(s.length, 1)
-    leaves = _randoms(query=(batch, *(() if step else (s.length,)), s.size), key=(batch, s.length, s.size))
+def _gated(s, step=False, chunk=None, masked=False, padding_free=False, row_offset=None, place=None, **fixed):
+    batch, queries, by_row = 1 if padding_free else s.batch, s.length, False
+    if place is not None:  # more or fewer queries than keys, from a column on that may differ between rows
+        offset = min(3, s.length) * (place == "offset")
+        queries = s.length - offset if fixed["causal"] else 2 * s.length + 1 if place == "more" else s.length // 2
+        by_row = place == "rows" and not fixed["causal"]
+        fixed |= {"offset": offset}
+    positions = chunk or max(s.length, queries + 3, 1)
+    leaves = _randoms(query=(batch, *(() if step else (queries,)), s.size), key=(batch, s.length, s.size))
     # Mega's scores are small, because its queries and keys are scaled by parameters that are initialized near zero.
     leaves["query"] = (0.25 * leaves["query"]).bfloat16().double()
     leaves |= _randoms(value=(batch, s.length, s.width), bias=2 * positions - 1)
@@ -250,12 +263,26 @@ def _gated(s, step=False, chunk=None, masked=False, padding_free=False, row_offs
         if row_offset is not None:
             rest["mask"] = torch.arange(key.shape[1], device=key.device).expand(key.shape[0], -1) >= row_offset
             rest["row_offset"] = torch.full((key.shape[0],), row_offset, device=key.device)
-        return (op(query, **rest),)
+        if not by_row:
+            return (op(query, **rest),)
+        rest, padding = of_rows(query, rest)
+        return (op(query, **rest).masked_fill(padding, 0.0),)
+
+    def of_rows(query, rest):
+        """Return the options for an offset per row, and the queries that are padding; the first keys are masked."""
+        rows = torch.tensor([-1, 2, 0], device=query.device)[: s.batch, None]
+        kept = torch.arange(s.length, device=query.device) >= rows
+        mask = kept if rest.get("mask") is None else kept & rest["mask"]
+        padding = torch.arange(queries, device=query.device) < -rows
+        return rest | {"mask": mask, "row_offset": rows[:, 0]}, padding[..., None]
 
     def loop(query, **rest):
         rest = fixed | {"chunk_size": chunk} | rest
         if step:
             rest |= {"causal": True, "offset": rest["key"].shape[1] - 1}
+        if by_row:
+            rest, padding = of_rows(query, rest)
+            return (loops.gated_attention(query, **rest)[0].masked_fill(padding, 0.0),)
         output = loops.gated_attention(query[:, None] if step else query, **rest)[0]
         return (output[:, 0] if step else output,)
 
@@ -283,7 +310,7 @@ class Operator(NamedTuple):
 
 
 LUNA = {"tied": (False, True)}
-BOTH = {"directions": (1, 2)}
+BOTH, COMPLEX = {"directions": (1, 2)}, {"complex": (False, True)}
 GATED = {"function": ("softmax", "laplace", "relu2"), "chunk": (None, 8, 5), "causal": (False, True)}
 STEP = {"layouts": ("dense", "mask"), "optional": ("skip",)}
 OPERATORS = {
@@ -307,20 +334,24 @@ OPERATORS = {
         partial(_average, kind="complex_ema"), {}, ("dense", "mask", "varlen", "lengths"), True, ("skip",)
     ),
     "diagonal_ssm": Operator(
-        partial(_average, kind="diagonal_ssm"), BOTH, ("dense", "mask", "varlen", "lengths"), True, ("skip",)
+        partial(_average, kind="diagonal_ssm"), BOTH | COMPLEX, ("dense", "mask", "varlen", "lengths"), True, ("skip",)
     ),
     "diagonal_ssm real": Operator(
         partial(_average, kind="diagonal_ssm real"), BOTH, ("dense", "mask", "varlen", "lengths"), True, ("skip",)
     ),
     "damped_ema_step": Operator(partial(_average, kind="damped_ema", step=True), **STEP),
     "complex_ema_step": Operator(partial(_average, kind="complex_ema", step=True), **STEP),
-    "diagonal_ssm_step": Operator(partial(_average, kind="diagonal_ssm", step=True), **STEP),
+    "diagonal_ssm_step": Operator(partial(_average, kind="diagonal_ssm", step=True), COMPLEX, **STEP),
     "diagonal_ssm_step real": Operator(partial(_average, kind="diagonal_ssm real", step=True), **STEP),
     "timestep_norm": Operator(_norm, stateful=True, optional=("weight", "bias")),
     "timestep_norm_step": Operator(
         partial(_norm, step=True), {}, ("dense", "mask"), stateful=True, optional=("weight", "bias")
     ),
     "gated_attention": Operator(_gated, GATED, ("dense", "mask", "varlen", "left"), optional=("bias",)),
+    "gated_attention to other keys": Operator(
+        _gated, {"function": GATED["function"], "causal": (False, True), "place": ("more", "offset", "rows")},
+        ("dense", "mask"), optional=("bias",),
+    ),
     "gated_attention_step": Operator(
         partial(_gated, step=True), {"function": GATED["function"], "chunk": GATED["chunk"]}, ("dense", "mask"),
         optional=("bias",),

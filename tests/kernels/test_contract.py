@@ -1,6 +1,9 @@
 """Every operator equals its definition: a fixed matrix of backends and layouts, and random calls."""
 
 import itertools
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -9,7 +12,8 @@ from hypothesis import given, strategies as st
 
 from luna_mega.kernels.common.comparison import ROUNDING, row_error
 from luna_mega.kernels.moving_average import native
-from tests.kernels.backends import LEVELS, NATIVE, needs_library
+from tests.distributed.ranks import PATIENCE
+from tests.kernels.backends import LEVELS, NATIVE, needs_library, on_native
 from tests.kernels.calls import OPERATORS, WIDE, Sizes
 from tests.kernels.comparisons import assert_same
 from tests.kernels.contract import Case, Inputs, cases, check, check_parts
@@ -122,6 +126,14 @@ def test_segments_and_steps_are_one_call(operator, data):
     check_parts(case, backend, parts)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", STATEFUL)
+def test_thousands_of_steps(operator):
+    """After 3,000 steps, errors are those of float32, and of causal attention 1e-6."""
+    case = Case(operator, sizes=SIZES._replace(length=3000), stateful=True, dtype=torch.float32)
+    check_parts(case, "torch", [1] * 3000, bound=1e-6 if "causal" in operator else 5e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("operator", [*ON_NATIVE, "timestep_norm", "timestep_norm_step"])
 def test_mixed_dtypes(operator, dtype):
@@ -160,3 +172,38 @@ def test_sums_over_many_positions(backend, operator, options, dtype):
     for actual, expected in zip(call.run(**leaves, **options, backend=backend), exact, strict=True):
         if actual is not None:
             assert row_error(actual, expected) <= ROUNDING[dtype] / 4
+
+
+# Prints by how many KiB a training step raises the peak of the memory.
+PEAK = """
+import re, sys, torch
+from luna_mega.kernels import api
+torch.set_num_threads(1)
+def peak():  # not `ru_maxrss`, which a new process inherits
+    return int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
+start, name, length = peak(), sys.argv[1], int(sys.argv[2])
+x, heads, rows = torch.randn(4, length, 128), torch.randn(1, length, 4, 32), torch.randn(1, 64, 4, 32)
+of = [-torch.rand(128, 16), torch.randn(128, 16), torch.randn(128, 16, 2)]
+leaves = {"diagonal_ssm": [x, *of], "luna_pack": [rows, heads, heads], "gated_attention": [x[:1], x[:1], x[:1]]}
+leaves["luna_causal_attention"] = [heads, rows, heads, heads, heads]
+leaves = [x.requires_grad_() for x in leaves[name]]
+getattr(api, name)(*leaves, backend=sys.argv[3]).sum().backward()
+print(peak() - start)
+"""
+LINEAR = ["diagonal_ssm", "luna_pack", "gated_attention", "luna_causal_attention"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc has the peak of memory")
+@pytest.mark.parametrize(
+    ("backend", "operator"), [*(("torch", name) for name in LINEAR), on_native("diagonal_ssm")]
+)
+def test_memory_is_linear(repo_root, backend, operator):
+    """A training step with 16,384 positions takes at most twice the memory of one with 8,192, including its inputs."""
+    peaks = []
+    for length in (8192, 16384):
+        command = [sys.executable, "-c", PEAK, operator, str(length), backend]
+        # glibc would raise the threshold after the first tensor, and keep freed tensors.
+        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+        peaks.append(int(subprocess.check_output(command, cwd=repo_root, env=environment, timeout=PATIENCE)))
+    assert 1 < peaks[0] and peaks[1] <= 2 * peaks[0], peaks
