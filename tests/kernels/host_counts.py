@@ -23,7 +23,31 @@ from tests.kernels.calls import OPERATORS, Call, Sizes
 from tests.kernels.steps import STEPS
 
 # The maximum numbers of operators and launches of each case.
-BUDGETS = {}
+BUDGETS = {
+    "luna_pack": (17, 4),
+    "luna_unpack": (19, 3),
+    "luna_attention": (28, 7),
+    "luna_causal_attention": (50, 13),
+    "damped_ema": (23, 11),
+    "complex_ema": (28, 11),
+    "diagonal_ssm": (91, 9),
+    "diagonal_ssm real": (37, 9),
+    "timestep_norm": (29, 6),
+    "gated_attention": (17, 8),
+    "gated_attention to other keys": (17, 8),
+    "LunaForMaskedLM, training": (393, 12),
+    "LunaForCausalLM, training": (374, 8),
+    "LunaForConditionalGeneration, training": (974, 32),
+    "LunaModel, inference": (106, 4),
+    "MegaForMaskedLM, training": (606, 34),
+    "MegaForMaskedLM, padding-free training": (624, 34),
+    "MegaForCausalLM, training": (592, 26),
+    "MegaForConditionalGeneration, training": (1453, 76),
+    "MegaModel, inference": (134, 8),
+    "MegalodonForCausalLM, training": (624, 40),
+    "MegaForCausalLM, decoding": (193, 2),
+    "MegalodonForCausalLM, decoding": (248, 5),
+}
 
 
 class Counts(TorchDispatchMode):
