@@ -26,6 +26,7 @@ def check_dropout(op: str, dropout: float) -> None:
 def check_sequences(
     op: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None, *,
     features: str = "channels", lengths: Tensor | None = None, return_state: bool = False,
+    compares_length: bool = False,
 ) -> tuple[int, int | None]:  # fmt: skip
     """Return the number of sequences in `[B, T, D]` or, with `cu_seqlens`, `[1, total, D]`, and `max_seqlen`.
 
@@ -47,7 +48,9 @@ def check_sequences(
         return x.shape[0], None
     if x.shape[0] != 1:
         raise ValueError(f"{op} needs x [1, total, {features}] with cu_seqlens, got {list(x.shape)}")
-    return len(cu_seqlens) - 1, check_cu_seqlens(op, cu_seqlens, max_seqlen, x.shape[1])
+    return len(cu_seqlens) - 1, check_cu_seqlens(
+        op, cu_seqlens, max_seqlen, x.shape[1], compares_length=compares_length
+    )
 
 
 def check_position(op: str, x: Tensor, mask: Tensor | None, features: str) -> None:

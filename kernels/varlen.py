@@ -14,8 +14,12 @@ from torch import Tensor
 from ._export import forbid_capture, in_program, is_exporting
 
 
-def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total: int) -> int:
+def check_cu_seqlens(
+    op: str, cu_seqlens: Tensor, max_seqlen: int | None, total: int, *, compares_length: bool = False
+) -> int:
     """Check `cu_seqlens` and return `max_seqlen`; if it is None, compute it, which synchronizes with the device.
+
+    An operator that `compares_length` needs `max_seqlen` in compiled programs, which cannot contain the comparison.
 
     On a GPU and in compiled programs the values are checked on the device, without synchronization. Invalid values stop
     the program with an assertion because all later results could be wrong.
@@ -26,6 +30,8 @@ def check_cu_seqlens(op: str, cu_seqlens: Tensor, max_seqlen: int | None, total:
         )
     if max_seqlen is None:
         forbid_capture(cu_seqlens, f"{op} with cu_seqlens and without max_seqlen", "pass max_seqlen")
+        if compares_length and in_program():
+            raise RuntimeError(f"{op} with cu_seqlens needs max_seqlen in a compiled program; pass max_seqlen")
     if cu_seqlens.device.type == "cpu" and (bounds := values(cu_seqlens)) is not None:
         longest = max(end - start for start, end in pairwise(bounds))
         if bounds[0] != 0 or bounds[-1] != total or any(start > end for start, end in pairwise(bounds)):

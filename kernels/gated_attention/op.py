@@ -174,7 +174,8 @@ def gated_attention(
         cu_seqlens: `[sequences + 1]` int32 or int64, for varlen sequences: B is 1, T = S, and sequence b is
             `[cu_seqlens[b], cu_seqlens[b + 1])`. Columns and chunks count from the start of the sequence. Not supported
             with offset, row_offset or start.
-        max_seqlen: upper bound of the sequence lengths; None = computed, which synchronizes the device.
+        max_seqlen: upper bound of the sequence lengths; None = computed, which synchronizes the device. Compiled
+            programs with a bias and without `chunk_size` need it.
         backend: as in `luna_pack`. `"triton"` supports row_offset only with offset 0.
 
     Returns:
@@ -209,7 +210,8 @@ def gated_attention(
                 f"{op} with cu_seqlens needs batch size 1, queries and keys of the same length, and no offset, "
                 f"row_offset or start, got query {list(query.shape)}, key {list(key.shape)} and offset {offset}"
             )
-        max_seqlen = check_cu_seqlens(op, cu_seqlens, max_seqlen, length)
+        compares = chunk_size is None and bias is not None
+        max_seqlen = check_cu_seqlens(op, cu_seqlens, max_seqlen, length, compares_length=compares)
     longest: Any = max(offset + length, key.shape[1]) if cu_seqlens is None else max_seqlen
     # In a program the length may vary, so chunks longer than the input are padded.
     short = chunk_size is not None and not in_program() and offset == 0 and longest <= chunk_size

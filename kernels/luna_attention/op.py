@@ -78,6 +78,7 @@ def luna_pack(
         cu_seqlens: `[B + 1]` int32 or int64, `[0, ..., total]`, for varlen contexts: `key` and `value` are `[1, total,
             H, K]` and `mask` is `[1, total]`. `pack_query` and the result have one row per context.
         max_seqlen: length of the longest context; None = computed from `cu_seqlens`, which synchronizes the device.
+            Compiled programs need it.
 
     Returns:
         `[B, L, H, K]` in the dtype of `pack_query`, or (output, weights) if `return_weights` is set. The softmax is
@@ -164,7 +165,7 @@ def luna_attention(
                 f"{list(query.shape)} and {list(pack_key.shape)}"
             )
         if max_seqlen is None:
-            max_seqlen = check_cu_seqlens("luna_attention", cu_seqlens, None, query.shape[1])
+            max_seqlen = check_cu_seqlens("luna_attention", cu_seqlens, None, query.shape[1], compares_length=True)
         options |= {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
     packed: Any = luna_pack(pack_query, pack_key, pack_value, context_mask, **options)
     packed, *pack_weights = packed if return_weights else (packed,)
@@ -196,7 +197,7 @@ def _attend(
                 f"{name} with cu_seqlens {list(cu_seqlens.shape)} needs {varlen_side} [1, total, heads, head size] and "
                 f"{cu_seqlens.numel() - 1} rows in the other batch, got {list(flat.shape)} and {list(other.shape)}"
             )
-        max_seqlen = check_cu_seqlens(name, cu_seqlens, max_seqlen, flat.shape[1])
+        max_seqlen = check_cu_seqlens(name, cu_seqlens, max_seqlen, flat.shape[1], compares_length=True)
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"{name}: dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}")
     check_mask(name, mask, key.shape[:2])

@@ -120,6 +120,7 @@ def damped_ema(
             sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`. States are `[S, D, N]`. Each result equals the
             result of a separate call.
         max_seqlen: length of the longest sequence; None = computed from `cu_seqlens`, which synchronizes the device.
+            Compiled programs with `truncation` need it.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"native"` (the C library on CPUs), `"triton"`; None = the
             setting of `use_backend` or `LUNA_MEGA_BACKEND`. Triton supports up to 64 states per channel, and neither
             truncation nor float64, as `"native"`. The other backends pad varlen sequences, or process them sequentially
@@ -145,6 +146,7 @@ def damped_ema(
     if truncation is not None and truncation < 1:
         truncation = None
     options: Arguments = {"lengths": lengths, "return_state": return_state}
+    options["compares_length"] = truncation is not None
     sequences, max_seqlen = check_sequences("damped_ema", x, mask, cu_seqlens, max_seqlen, **options)
     _check_directions(x, input_logit, shift, truncation, initial_state, return_state)
     if mask is not None and skip is not None:

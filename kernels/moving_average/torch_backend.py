@@ -95,7 +95,8 @@ def _final_state(x: Tensor, mask: Tensor | None, of: Coefficients, last: Tensor,
     x = x[:, -rest:]
     if mask is not None:
         x = x.masked_fill(~mask[:, -rest:, None], 0.0)
-    of_chunk = torch.einsum("dnt,btd->bdn", input_map, x.to(input_map.dtype))
+    # Not a matrix product: `backward()` under autocast would compute its gradients in half precision.
+    of_chunk = (input_map * x.to(input_map.dtype).mT[:, :, None]).sum(-1)
     last, of_chunk = (states.unflatten(2, (-1, of.parts)) for states in (last, of_chunk))
     state = last + times(powers_less_one(of.log_decay, of.turn, rest), last) + of_chunk
     return state if of.parts > 1 else state.squeeze(-1)

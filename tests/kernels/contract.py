@@ -9,6 +9,7 @@ them empty; "lengths": the states are those after the first positions of each ro
 count as positions (`start`).
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -325,10 +326,14 @@ def check(case: Case, backend: str, device: torch.device | str = "cpu", bound: f
         before = [x.clone() for x in leaves.values()]
 
         def run(chosen: str = name, **tensors: Tensor) -> tuple[Tensor, ...]:
-            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=case.autocast):
+            with autocast():
                 return inputs.run(chosen, **tensors)
 
-        actual, again = (results(inputs, run, leaves) for _ in range(2))
+        kind = torch.device(device).type
+        autocast = functools.partial(torch.autocast, kind, torch.bfloat16, enabled=case.autocast)
+        actual = results(inputs, run, leaves)
+        with autocast():  # as users do who call backward() inside
+            again = results(inputs, run, leaves)
         with torch.no_grad():
             without = [x.cpu() for x in run(**leaves)]
         compared = bound is None and is_relative(case, name)
