@@ -1,7 +1,6 @@
 """The table of calls: how to make the inputs of every operator, the call, its definition, and what it supports.
 
-`OPERATORS` has one row per operator, for the contract (`contract.py`). `CALLS` are fixed calls, for checks on a GPU, of
-fakes, programs and derivatives.
+`OPERATORS` has one row per operator, for the contract (`contract.py`). `GPU_CALLS` are fixed calls, for `make gpu`.
 
     PYTHONPATH=. compute-sanitizer --tool memcheck python tests/kernels/calls.py
 
@@ -56,7 +55,7 @@ def calls(n: int, toy: bool) -> Iterator[tuple[str, Callable[[], Call]]]:
     """Yield (name, function that returns the call) of the calls for GPUs at length n; `toy` selects small sizes."""
     for name in GPU_CALLS:
         sizes = Sizes(1, n) if toy else Sizes(2, n, 3, 64, 40, 96, 16, 8, 192)
-        yield name, partial(CALLS[name], sizes)
+        yield name, partial(GPU_CALLS[name], sizes)
 
 
 def results(call: Call, device: torch.device, dtype: torch.dtype, backend: str) -> dict[str, torch.Tensor]:
@@ -243,7 +242,7 @@ def _norm(s, step=False, masked=False, stateful=False):
     return Call(leaves, run, loop=loop)
 
 
-def _gated(s, step=False, chunk=None, masked=False, padding_free=False, row_offset=None, place=None, **fixed):
+def _gated(s, step=False, chunk=None, masked=False, padding_free=False, place=None, **fixed):
     batch, queries, by_row = 1 if padding_free else s.batch, s.length, False
     if place is not None:  # more or fewer queries than keys, from a column on that may differ between rows
         offset = min(3, s.length) * (place == "offset")
@@ -260,9 +259,6 @@ def _gated(s, step=False, chunk=None, masked=False, padding_free=False, row_offs
     def run(query, **rest):
         key = rest["key"]
         rest = fixed | {"chunk_size": chunk} | _rows(key, masked, padding_free) | rest
-        if row_offset is not None:
-            rest["mask"] = torch.arange(key.shape[1], device=key.device).expand(key.shape[0], -1) >= row_offset
-            rest["row_offset"] = torch.full((key.shape[0],), row_offset, device=key.device)
         if not by_row:
             return (op(query, **rest),)
         rest, padding = of_rows(query, rest)
@@ -386,31 +382,6 @@ GPU_CALLS = {
     "diagonal_ssm_step": partial(_average, kind="diagonal_ssm", step=True),
     "gated_attention_step": partial(_gated, step=True, function="softmax"),
 }
-CALLS = GPU_CALLS | {
-    "luna_pack masked": partial(_luna, op="luna_pack", masked=True, tied=True),
-    "luna_unpack": partial(_luna, op="luna_unpack"),
-    "luna_unpack tied": partial(_luna, op="luna_unpack", tied=True),
-    "gated_attention short chunks": partial(_gated, function="laplace", causal=True, chunk=8),
-    "gated_attention row_offset": partial(_gated, function="relu2", row_offset=2),
-    "damped_ema masked, stateful": partial(_average, kind="damped_ema", masked=True, stateful=True),
-    "damped_ema directions=2, shifted": partial(_average, kind="damped_ema", directions=2, shift=True),
-    "damped_ema truncated": partial(_average, kind="damped_ema", truncation=5),
-    "complex_ema masked, stateful": partial(_average, kind="complex_ema", masked=True, stateful=True),
-    "complex_ema_step": partial(_average, kind="complex_ema", step=True),
-    "diagonal_ssm masked, stateful": partial(_average, kind="diagonal_ssm", masked=True, stateful=True),
-    "diagonal_ssm real": partial(_average, kind="diagonal_ssm real", masked=True, stateful=True),
-    "diagonal_ssm real, directions=2": partial(_average, kind="diagonal_ssm real", directions=2),
-    "diagonal_ssm_step real": partial(_average, kind="diagonal_ssm real", step=True),
-    "timestep_norm masked, stateful": partial(_norm, masked=True, stateful=True),
-    "timestep_norm_step": partial(_norm, step=True, stateful=True),
-    "timestep_norm_step first": partial(_norm, step=True),
-}  # fmt: skip
-
-
-AVERAGES = [name for name, make in CALLS.items() if make.func is _average]
-ON_NATIVE = [name for name in AVERAGES if "truncated" not in name]
-
-
 def main() -> None:
     for name, make in calls(33, toy=False):
         for dtype in (torch.bfloat16, torch.float32):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from luna_mega.kernels import api
 from luna_mega.kernels.common.comparison import ROUNDING, row_error
 from luna_mega.kernels.moving_average import native
 from tests.distributed.ranks import PATIENCE
@@ -49,6 +50,10 @@ def matrix(backend: str) -> list:
 def is_possible(backend: str, directions=1, shift=False, truncation=None, **_) -> bool:
     """Return whether a backend supports the options of an operator."""
     return (directions == 2 or not shift) and not (truncation and backend.partition(" ")[0] in ("native", "triton"))
+
+
+def test_every_operator_has_a_row():
+    assert {name.partition(" ")[0] for name in OPERATORS} == api.OPS.keys()
 
 
 @pytest.mark.parametrize("case", matrix("torch"))

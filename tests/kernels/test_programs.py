@@ -13,10 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from luna_mega.kernels import _export, api
 from tests.kernels.backends import NATIVE, TRITON, needs_library, shrink_blocks
-from tests.kernels.calls import CALLS, Sizes, calls
+from tests.kernels.calls import OPERATORS, Sizes, calls
 from tests.kernels.contract import Case, Inputs, results
 from tests.kernels.test_contract import matrix
-from tests.marks import slow_but
 
 
 def first_of_each_layout(backend: str) -> dict[str, Case]:
@@ -132,26 +131,38 @@ class Program(torch.nn.Module):
         return self.call.run(**leaves)
 
 
-def example(name, length):
-    leaves = {key: x.float() for key, x in CALLS[name](Sizes(2, length, 2, 8, 5, 8, 4, 2, 24)).leaves.items()}
-    if "gated" in name and "chunk" not in name:
+def exported(operator, length, options):
+    """Return a call and its tensors: with a state if it has no options, and a mask if there can be one."""
+    row = OPERATORS[operator]
+    call = row.make(Sizes(2, length, 2, 8, 5, 8, 4, 2, 24), **options or {"stateful": True} if row.stateful else options)
+    leaves = {key: x.float() for key, x in call.leaves.items()}
+    leaves |= {"mask": (torch.arange(length) != 1).expand(2, -1)} if "mask" in row.layouts else {}
+    if "gated" in operator and not options.get("chunk"):
         leaves["bias"] = torch.linspace(-1.0, 1.0, 199)
-    return leaves
+    return call, leaves
 
 
-EXPORTED = [name for name in CALLS if "_step" not in name and "padding_free" not in name]
+UNPACK, GATED = ("luna_unpack", {}), ("gated_attention", {"function": "laplace", "chunk": 8, "causal": True})
+# Operators with the first and the last of their options.
+EXPORTED = [
+    (name, {key: values[-1] for key, values in row.choices.items()} if last else {})
+    for name, row in OPERATORS.items() for last in (False, True) if "_step" not in name and "other keys" not in name
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", slow_but(["luna_unpack", "gated_attention short chunks"], EXPORTED))
-def test_export(name):
+@pytest.mark.parametrize(
+    ("operator", "options"), [UNPACK, GATED, *(pytest.param(*row, marks=pytest.mark.slow) for row in EXPORTED)]
+)
+def test_export(operator, options):
     """One exported program without custom operators supports lengths below a chunk and between multiples of it."""
-    program, leaves, length = Program(CALLS[name](Sizes(2, 40))), example(name, 40), torch.export.Dim("length", min=2)
+    (call, leaves), length = exported(operator, 40, options), torch.export.Dim("length", min=2, max=99)
+    program = Program(call)
     dynamic = {key: {1: length} if x.dim() > 1 and x.shape[1] == 40 else None for key, x in leaves.items()}
-    exported = torch.export.export(program, (leaves,), dynamic_shapes=(dynamic,))
-    assert "luna_mega" not in exported.graph_module.code
+    made = torch.export.export(program, (leaves,), dynamic_shapes=(dynamic,))
+    assert "luna_mega" not in made.graph_module.code
     for other in (2, 40, 75):
-        leaves = example(name, other)
-        torch.testing.assert_close(exported.module()(leaves), program(leaves), rtol=2e-5, atol=2e-5)
+        _, leaves = exported(operator, other, options)
+        torch.testing.assert_close(made.module()(leaves), program(leaves), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.slow
