@@ -1,4 +1,4 @@
-"""Averages and state space models: exact decays, S4D, truncation, long sequences."""
+"""Averages, state space models and the norm: exact decays, S4D, truncation, long sequences, large values."""
 
 import decimal
 import math
@@ -6,10 +6,11 @@ import math
 import pytest
 import torch
 
-from luna_mega.kernels.api import damped_ema, damped_ema_step, diagonal_ssm, discretize
+from luna_mega.kernels.api import damped_ema, damped_ema_step, diagonal_ssm, discretize, timestep_norm
 from luna_mega.kernels.moving_average import reference
-from tests.kernels.backends import NATIVE
+from tests.kernels.backends import NATIVE, shrink_blocks
 from tests.kernels.calls import OPERATORS, Sizes
+from tests.kernels.comparisons import relative_error
 from tests.kernels.contract import Case, check
 
 
@@ -116,3 +117,17 @@ def test_discretize_is_accurate_for_short_steps_and_computes_in_float32():
     with torch.autocast("cpu", torch.bfloat16):
         assert discretize(a, step)[2].dtype == torch.float32
 
+
+@pytest.mark.parametrize("blocks", ["small", "other"])
+def test_norm_of_values_far_from_zero(blocks, monkeypatch):
+    """With a mean of 1e4 standard deviations, errors stay below 2e-3; float32 rounding of x loses 1e-3."""
+    shrink_blocks(monkeypatch, blocks)
+    generator = torch.Generator().manual_seed(0)
+    x = (1.5 * torch.randn(2, 100, 12, generator=generator) + 1e4).requires_grad_()
+    seed, results = torch.randn(2, 100, 12, generator=generator), []
+    for inputs, backend in ((x, "torch"), (x.detach().double().requires_grad_(), "reference")):
+        output, state = timestep_norm(inputs, 3, return_state=True, backend=backend)
+        total = (output * seed).sum() + state.mean.sum() + state.variance.sum()
+        results.append([output, *state[1:], *torch.autograd.grad(total, inputs)])
+    for actual, expected in zip(*results, strict=True):
+        assert relative_error(actual, expected) <= 2e-3
