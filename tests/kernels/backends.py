@@ -76,4 +76,3 @@ def on_triton(*values: object, slow: bool = True) -> object:
 def on_native(*values: object) -> object:
     """Return a test case whose first value is the backend "native" and whose other values are `values`."""
     return pytest.param("native", *values, marks=needs_library)
-

@@ -382,6 +382,8 @@ GPU_CALLS = {
     "diagonal_ssm_step": partial(_average, kind="diagonal_ssm", step=True),
     "gated_attention_step": partial(_gated, step=True, function="softmax"),
 }
+
+
 def main() -> None:
     for name, make in calls(33, toy=False):
         for dtype in (torch.bfloat16, torch.float32):

@@ -87,7 +87,9 @@ PLACES: dict[str, Callable[[Tensor], Tensor]] = {
 class Case:
     """A call of an operator; `seed` chooses masks, places, and the tensors that require gradients.
 
-    `scale` multiplies the scores of attention. Decays of averages are those of a trained model, "slow" (400 to 20,000 positions), or "extreme" (0, 1 and between).
+    `scale` multiplies the scores of attention.
+
+    Decays of averages are those of a trained model, "slow" (400 to 20,000 positions), or "extreme" (0, 1 and between).
     """
 
     operator: str

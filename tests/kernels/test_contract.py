@@ -201,9 +201,7 @@ LINEAR = ["diagonal_ssm", "luna_pack", "gated_attention", "luna_causal_attention
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc has the peak of memory")
-@pytest.mark.parametrize(
-    ("backend", "operator"), [*(("torch", name) for name in LINEAR), on_native("diagonal_ssm")]
-)
+@pytest.mark.parametrize(("backend", "operator"), [*(("torch", name) for name in LINEAR), on_native("diagonal_ssm")])
 def test_memory_is_linear(repo_root, backend, operator):
     """A training step with 16,384 positions takes at most twice the memory of one with 8,192, including its inputs."""
     peaks = []

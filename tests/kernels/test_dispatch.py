@@ -213,7 +213,8 @@ PROCESSES = {
         EXPLAIN.format("'triton'"), {"TRITON_INTERPRET": "0"}, "",
         "the tensors are on cpu; the kernels need CUDA, or TRITON_INTERPRET=1"),
     "the environment's backend": (
-        EXPLAIN.format(None), {"LUNA_MEGA_BACKEND": "reference"}, "runs on 'reference': chosen by LUNA_MEGA_BACKEND", ""),
+        EXPLAIN.format(None), {"LUNA_MEGA_BACKEND": "reference"},
+        "runs on 'reference': chosen by LUNA_MEGA_BACKEND", ""),
     "an unknown backend": (
         EXPLAIN.format(None), {"LUNA_MEGA_BACKEND": "fast"}, "",
         "LUNA_MEGA_BACKEND is 'fast', which is not a backend"),

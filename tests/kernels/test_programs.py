@@ -134,7 +134,8 @@ class Program(torch.nn.Module):
 def exported(operator, length, options):
     """Return a call and its tensors: with a state if it has no options, and a mask if there can be one."""
     row = OPERATORS[operator]
-    call = row.make(Sizes(2, length, 2, 8, 5, 8, 4, 2, 24), **options or {"stateful": True} if row.stateful else options)
+    stateful = {"stateful": True} if row.stateful and not options else {}
+    call = row.make(Sizes(2, length, 2, 8, 5, 8, 4, 2, 24), **options, **stateful)
     leaves = {key: x.float() for key, x in call.leaves.items()}
     leaves |= {"mask": (torch.arange(length) != 1).expand(2, -1)} if "mask" in row.layouts else {}
     if "gated" in operator and not options.get("chunk"):

@@ -216,4 +216,3 @@ def test_autocast_multiplies_in_the_dtype_of_the_value(triton_device):
     assert not output.equal(api.gated_attention(query, key, value, backend="triton"))
     output.float().square().sum().backward()
     assert query.grad.dtype == torch.float32 and query.grad.isfinite().all()
-
