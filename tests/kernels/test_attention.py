@@ -233,14 +233,19 @@ def test_activations_are_exact_in_both_tails(backend, dtype, activation, triton_
 
 
 @pytest.mark.covering(2)
-@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("backend", ["reference", "torch", on_triton()])
 @pytest.mark.parametrize("chunk", [None, 8, 1])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_parts_of_causal_attention_with_left_padding(function, chunk, backend):
+def test_parts_of_causal_attention_with_left_padding(function, chunk, backend, triton_device):
     """Causal attention may be computed in several calls and steps, given all keys or only the last ones."""
-    query, key, value, bias = (x.detach() for x in draw((3, 24, 6), (3, 24, 6), (3, 24, 10), (47,)))
-    start = -torch.tensor([0, 3, 5])
-    mask = (torch.arange(24) + start[:, None] >= 0) & (torch.arange(24) + start[:, None] < 19)
+    device, dtype, bound = torch.device("cpu"), torch.float64, 1e-12
+    if backend == "triton":
+        device, dtype, bound = triton_device, torch.float32, 2e-5
+    shapes = (3, 24, 6), (3, 24, 6), (3, 24, 10), (47,)
+    query, key, value, bias = (x.detach() for x in draw(*shapes, dtype=dtype, device=device))
+    start = -torch.tensor([0, 3, 5], device=device)
+    place = torch.arange(24, device=device) + start[:, None]
+    mask = (place >= 0) & (place < 19)
     options = {"function": function, "chunk_size": chunk, "backend": backend}
     given = options | {"causal": True, "mask": mask, "start": start}
     output = gated_attention(query, key, value, bias, **given)
@@ -253,15 +258,15 @@ def test_parts_of_causal_attention_with_left_padding(function, chunk, backend):
             arguments = (key[:, keys], value[:, keys], bias)
             parts = options | {"mask": mask[:, keys], "start": start + cut_off}
             part = gated_attention(query[:, begin:stop], *arguments, offset=begin - cut_off, causal=True, **parts)
-            assert_same([part[kept]], [output[:, begin:stop][kept]])
+            assert_same([part[kept]], [output[:, begin:stop][kept]], bound)
             if stop > begin + 1:
                 continue
             steps = [gated_attention_step(query[:, begin], *arguments, **parts)]
             if chunk is None:  # also with the query's own key in the middle
-                parts |= {"mask": mask, "column": torch.full((3,), begin)}
+                parts |= {"mask": mask, "column": torch.full((3,), begin, device=device)}
                 steps.append(gated_attention_step(query[:, begin], key, value, bias, **parts))
             for step in steps:
-                assert_same([step[kept[:, 0]]], [output[:, begin][kept[:, 0]]])
+                assert_same([step[kept[:, 0]]], [output[:, begin][kept[:, 0]]], bound)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -14,10 +14,10 @@ from luna_mega.kernels import api
 from luna_mega.kernels.common.comparison import ROUNDING, row_error
 from luna_mega.kernels.moving_average import native
 from tests.distributed.ranks import PATIENCE
-from tests.kernels.backends import LEVELS, NATIVE, needs_library, on_native
+from tests.kernels.backends import LEVELS, NATIVE, needs_library, on_native, on_triton
 from tests.kernels.calls import OPERATORS, WIDE, Sizes
 from tests.kernels.comparisons import assert_same
-from tests.kernels.contract import Case, Inputs, cases, check, check_parts
+from tests.kernels.contract import Case, Inputs, cases, check, check_parts, results
 
 ON_NATIVE = [name for name in OPERATORS if "ema" in name or "ssm" in name]
 DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -151,6 +151,26 @@ def test_mixed_dtypes(operator, dtype):
     if dtype == torch.float64:
         assert {x.dtype for x in actual} == {dtype}
         assert_same(actual, inputs.loop(**inputs.leaves))
+
+
+MIXED = {
+    "gated_attention": {"value": torch.bfloat16, "bias": torch.float64},
+    "luna_causal_attention": {"key_mean": torch.float64, "value_mean": torch.float64},
+}
+
+
+@pytest.mark.parametrize("operator", MIXED)
+@pytest.mark.parametrize("backend", ["reference", "torch", on_triton(slow=False)])
+def test_values_and_states_of_other_dtypes(backend, operator, triton_device):
+    """The output of gated attention has the dtype of its value, and gradients have those of their tensors."""
+    inputs = Inputs(Case(operator, sizes=SIZES, stateful=OPERATORS[operator].stateful))
+    device = triton_device if backend == "triton" else torch.device("cpu")
+    leaves = {key: x.to(device, MIXED[operator].get(key, torch.float32)) for key, x in inputs.leaves.items()}
+    found = results(inputs, lambda **x: inputs.run(backend, **x), leaves)
+    exact = results(inputs, lambda **x: inputs.loop(**x), inputs.leaves)
+    assert_same(found, exact, 1.5e-2 if "gated" in operator else 1e-5)
+    assert found[0].dtype == MIXED[operator].get("value", torch.float32)
+    assert [x.dtype for x in found[-len(leaves) :]] == [x.dtype for x in leaves.values()]
 
 
 LENGTH, MEAN = 9_000, 12.0
