@@ -107,7 +107,7 @@ CHANGES = {
 @pytest.mark.parametrize("given", [False, True])
 def test_steps_have_the_current_weights(layer, x, given, change):
     """Steps after a change of the weights, which have not been computed in a call since then."""
-    steps(layer, x[:, :5])
+    steps(layer, x[:, :5], layer.step_coefficients() if given else None)
     change(layer, "projection" if hasattr(layer, "projection") else "output_weight")
     with torch.no_grad():
         next(layer.parameters()).mul_(0.5)
