@@ -19,8 +19,8 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def contiguous(*tensors: *Ts) -> tuple[*Ts]:
-    """Return the tensors, copied if they are not contiguous."""
-    return tuple(x.contiguous() if isinstance(x, Tensor) else x for x in tensors)  # type: ignore[return-value]
+    """Return the tensors, copied if they are not contiguous or PyTorch negates them when it reads them."""
+    return tuple(x.resolve_neg().contiguous() if isinstance(x, Tensor) else x for x in tensors)  # type: ignore[return-value]
 
 
 def rows_contiguous(*tensors: *Ts) -> tuple[*Ts]:

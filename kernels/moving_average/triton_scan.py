@@ -462,6 +462,7 @@ def forward(x: Tensor, *inputs: Any, of: Any = triton_coefficients) -> tuple[Ten
     `of` is `triton_coefficients`, or `triton_diagonal` with the same functions.
     """
     mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen = contiguous(*inputs)
+    x = x.resolve_neg()
     initial, is_complex = None if initial is None else channels_last(initial), parameters[3].dim() == 3
     coefficients = (of.complex_factors if is_complex else of.damped)(*parameters)
     scaled = is_complex or initial is not None

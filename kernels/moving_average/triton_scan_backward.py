@@ -155,6 +155,7 @@ def backward(
     The module `of` computes those of the parameters.
     """
     mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen = contiguous(*inputs)
+    gradient, x = gradient.resolve_neg(), x.resolve_neg()
     first, arriving = None if initial is None else channels_last(initial), last_gradient if return_state else None
     is_complex = parameters[3].dim() == 3
     if arriving is not None:

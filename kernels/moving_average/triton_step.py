@@ -72,7 +72,7 @@ def complex_step(
 
 
 def _step(x: Tensor, state: Tensor, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-    (channels, states), parts = state.shape[1:3], state.dim() - 2
+    (channels, states), parts, x = state.shape[1:3], state.dim() - 2, x.resolve_neg()
     output, next_state = x.new_empty(x.shape), torch.empty_like(state)
     block_n = next_power_of_2(states)
     block = max(16, 1024 // parts // block_n)

@@ -1,22 +1,18 @@
-"""Backends of tests, the sizes of their blocks, instruction sets, and calls of operators."""
+"""Backends of tests, the sizes of their blocks, and instruction sets."""
 
-import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from luna_mega.kernels.moving_average import native
-from tests.kernels.calls import ON_NATIVE
 
 needs_library = pytest.mark.skipif(native.missing() is not None, reason=f"{native.missing()}")
 NATIVE = pytest.param("native", marks=needs_library)
 TRITON = pytest.param("triton", marks=pytest.mark.triton)
-SLOW_TRITON = pytest.param("triton", marks=(pytest.mark.triton, pytest.mark.slow))
 
 LEVELS = {"base": 0, "avx2": 1, "avx512": 2}
 # Sizes of the blocks of the implementations, which are internal: small ones, and others.
@@ -72,53 +68,11 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def on_triton(*values: object, slow: bool = True, exhaustive: bool = False) -> object:
+def on_triton(*values: object, slow: bool = True) -> object:
     """Return a test case whose first value is the backend "triton" and whose other values are `values`."""
-    marks = [
-        pytest.mark.triton,
-        *([pytest.mark.slow] if slow else []),
-        *([pytest.mark.exhaustive] if exhaustive else []),
-    ]
-    return pytest.param("triton", *values, marks=marks)
+    return pytest.param("triton", *values, marks=[pytest.mark.triton, *([pytest.mark.slow] if slow else [])])
 
 
 def on_native(*values: object) -> object:
     """Return a test case whose first value is the backend "native" and whose other values are `values`."""
     return pytest.param("native", *values, marks=needs_library)
-
-
-def on_backends(names: Iterable, backends: Iterable) -> list:
-    """Return (name, backend) with the marks of both, for names of `CALLS`; "native" only supports averages."""
-    names, backends = ([x if hasattr(x, "marks") else pytest.param(x) for x in xs] for xs in (names, backends))
-    return [
-        pytest.param(*name.values, *backend.values, marks=(*name.marks, *backend.marks))
-        for name, backend in itertools.product(names, backends)
-        if "native" not in backend.values or name.values[0] in ON_NATIVE
-    ]
-
-
-def graded(fast: Iterable, slow: Iterable, values: Iterable) -> list:
-    """Return values, or tuples of several, of which some are fast, some are slow and the others are exhaustive."""
-    fast, slow, cases = list(fast), list(slow), []
-    for value in values:
-        marks = [] if value in fast else [pytest.mark.slow, *([] if value in slow else [pytest.mark.exhaustive])]
-        cases.append(pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks))
-    return cases
-
-
-class OperatorCalls(TorchDispatchMode):
-    """Record the operator and the arguments of each call of the operator `name`, or of all if `name` is None.
-
-    Without a dispatch mode, eager mode calls plain functions instead of operators.
-    """
-
-    def __init__(self, name=None):
-        super().__init__()
-        self.name, self.operators, self.calls = name, [], []
-
-    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
-        namespace, _, name = operator._schema.name.partition("::")
-        if namespace == "luna_mega" and self.name in (None, name):
-            self.operators.append(operator)
-            self.calls.append(arguments)
-        return operator(*arguments, **(options or {}))

@@ -1,7 +1,6 @@
 """The table of calls: how to make the inputs of every operator, the call, its definition, and what it supports.
 
-`OPERATORS` has one row per operator, for the contract (`contract.py`). `CALLS` are fixed calls, for checks on a GPU, of
-fakes, programs and derivatives.
+`OPERATORS` has one row per operator, for the contract (`contract.py`). `GPU_CALLS` are fixed calls, for `make gpu`.
 
     PYTHONPATH=. compute-sanitizer --tool memcheck python tests/kernels/calls.py
 
@@ -56,7 +55,7 @@ def calls(n: int, toy: bool) -> Iterator[tuple[str, Callable[[], Call]]]:
     """Yield (name, function that returns the call) of the calls for GPUs at length n; `toy` selects small sizes."""
     for name in GPU_CALLS:
         sizes = Sizes(1, n) if toy else Sizes(2, n, 3, 64, 40, 96, 16, 8, 192)
-        yield name, partial(CALLS[name], sizes)
+        yield name, partial(GPU_CALLS[name], sizes)
 
 
 def results(call: Call, device: torch.device, dtype: torch.dtype, backend: str) -> dict[str, torch.Tensor]:
@@ -181,7 +180,9 @@ def _parameters(s, kind, rows):
     return leaves | _randoms(skip=s.channels)
 
 
-def _average(s, kind, step=False, directions=1, masked=False, stateful=False, padding_free=False, **fixed):
+def _average(
+    s, kind, step=False, directions=1, masked=False, stateful=False, padding_free=False, complex=False, **fixed
+):  # fmt: skip
     batch = 1 if padding_free else s.batch
     leaves = _randoms(x=(batch, s.channels) if step else (batch, s.length, s.channels))
     leaves |= _parameters(s, kind, directions * s.channels)
@@ -192,10 +193,15 @@ def _average(s, kind, step=False, directions=1, masked=False, stateful=False, pa
 
     def run(x, state=None, **rest):
         rest = fixed | no_phase | rest
+        if complex and rest["weight"].dtype in (torch.float64, torch.float32):  # there is no complex bfloat16
+            rest["weight"] = torch.complex(*rest["weight"].unbind(-1))
+            state = None if state is None else torch.complex(*state.unbind(-1))
         if step:
-            return op(x, state, **rest)
-        rest = _rows(x, masked, padding_free) | rest
-        return _tuple(op(x, initial_state=state, **({"return_state": stateful} | rest)))
+            results = op(x, state, **rest)
+        else:
+            rest = {"return_state": stateful} | _rows(x, masked, padding_free) | rest
+            results = _tuple(op(x, initial_state=state, **rest))
+        return tuple(torch.view_as_real(y) if y.is_complex() else y for y in results)
 
     def loop(x, state=None, mask=None, **rest):
         rest |= {name: value or None for name, value in fixed.items()}
@@ -236,9 +242,15 @@ def _norm(s, step=False, masked=False, stateful=False):
     return Call(leaves, run, loop=loop)
 
 
-def _gated(s, step=False, chunk=None, masked=False, padding_free=False, row_offset=None, **fixed):
-    batch, positions = 1 if padding_free else s.batch, chunk or max(s.length, 1)
-    leaves = _randoms(query=(batch, *(() if step else (s.length,)), s.size), key=(batch, s.length, s.size))
+def _gated(s, step=False, chunk=None, masked=False, padding_free=False, place=None, **fixed):
+    batch, queries, by_row = 1 if padding_free else s.batch, s.length, False
+    if place is not None:  # more or fewer queries than keys, from a column on that may differ between rows
+        offset = min(3, s.length) * (place == "offset")
+        queries = s.length - offset if fixed["causal"] else 2 * s.length + 1 if place == "more" else s.length // 2
+        by_row = place == "rows" and not fixed["causal"]
+        fixed |= {"offset": offset}
+    positions = chunk or max(s.length, queries + 3, 1)
+    leaves = _randoms(query=(batch, *(() if step else (queries,)), s.size), key=(batch, s.length, s.size))
     # Mega's scores are small, because its queries and keys are scaled by parameters that are initialized near zero.
     leaves["query"] = (0.25 * leaves["query"]).bfloat16().double()
     leaves |= _randoms(value=(batch, s.length, s.width), bias=2 * positions - 1)
@@ -247,15 +259,26 @@ def _gated(s, step=False, chunk=None, masked=False, padding_free=False, row_offs
     def run(query, **rest):
         key = rest["key"]
         rest = fixed | {"chunk_size": chunk} | _rows(key, masked, padding_free) | rest
-        if row_offset is not None:
-            rest["mask"] = torch.arange(key.shape[1], device=key.device).expand(key.shape[0], -1) >= row_offset
-            rest["row_offset"] = torch.full((key.shape[0],), row_offset, device=key.device)
-        return (op(query, **rest),)
+        if not by_row:
+            return (op(query, **rest),)
+        rest, padding = of_rows(query, rest)
+        return (op(query, **rest).masked_fill(padding, 0.0),)
+
+    def of_rows(query, rest):
+        """Return the options for an offset per row, and the queries that are padding; the first keys are masked."""
+        rows = torch.tensor([-1, 2, 0], device=query.device)[: s.batch, None]
+        kept = torch.arange(s.length, device=query.device) >= rows
+        mask = kept if rest.get("mask") is None else kept & rest["mask"]
+        padding = torch.arange(queries, device=query.device) < -rows
+        return rest | {"mask": mask, "row_offset": rows[:, 0]}, padding[..., None]
 
     def loop(query, **rest):
         rest = fixed | {"chunk_size": chunk} | rest
         if step:
             rest |= {"causal": True, "offset": rest["key"].shape[1] - 1}
+        if by_row:
+            rest, padding = of_rows(query, rest)
+            return (loops.gated_attention(query, **rest)[0].masked_fill(padding, 0.0),)
         output = loops.gated_attention(query[:, None] if step else query, **rest)[0]
         return (output[:, 0] if step else output,)
 
@@ -283,7 +306,7 @@ class Operator(NamedTuple):
 
 
 LUNA = {"tied": (False, True)}
-BOTH = {"directions": (1, 2)}
+BOTH, COMPLEX = {"directions": (1, 2)}, {"complex": (False, True)}
 GATED = {"function": ("softmax", "laplace", "relu2"), "chunk": (None, 8, 5), "causal": (False, True)}
 STEP = {"layouts": ("dense", "mask"), "optional": ("skip",)}
 OPERATORS = {
@@ -307,20 +330,24 @@ OPERATORS = {
         partial(_average, kind="complex_ema"), {}, ("dense", "mask", "varlen", "lengths"), True, ("skip",)
     ),
     "diagonal_ssm": Operator(
-        partial(_average, kind="diagonal_ssm"), BOTH, ("dense", "mask", "varlen", "lengths"), True, ("skip",)
+        partial(_average, kind="diagonal_ssm"), BOTH | COMPLEX, ("dense", "mask", "varlen", "lengths"), True, ("skip",)
     ),
     "diagonal_ssm real": Operator(
         partial(_average, kind="diagonal_ssm real"), BOTH, ("dense", "mask", "varlen", "lengths"), True, ("skip",)
     ),
     "damped_ema_step": Operator(partial(_average, kind="damped_ema", step=True), **STEP),
     "complex_ema_step": Operator(partial(_average, kind="complex_ema", step=True), **STEP),
-    "diagonal_ssm_step": Operator(partial(_average, kind="diagonal_ssm", step=True), **STEP),
+    "diagonal_ssm_step": Operator(partial(_average, kind="diagonal_ssm", step=True), COMPLEX, **STEP),
     "diagonal_ssm_step real": Operator(partial(_average, kind="diagonal_ssm real", step=True), **STEP),
     "timestep_norm": Operator(_norm, stateful=True, optional=("weight", "bias")),
     "timestep_norm_step": Operator(
         partial(_norm, step=True), {}, ("dense", "mask"), stateful=True, optional=("weight", "bias")
     ),
     "gated_attention": Operator(_gated, GATED, ("dense", "mask", "varlen", "left"), optional=("bias",)),
+    "gated_attention to other keys": Operator(
+        _gated, {"function": GATED["function"], "causal": (False, True), "place": ("more", "offset", "rows")},
+        ("dense", "mask"), optional=("bias",),
+    ),
     "gated_attention_step": Operator(
         partial(_gated, step=True), {"function": GATED["function"], "chunk": GATED["chunk"]}, ("dense", "mask"),
         optional=("bias",),
@@ -355,29 +382,6 @@ GPU_CALLS = {
     "diagonal_ssm_step": partial(_average, kind="diagonal_ssm", step=True),
     "gated_attention_step": partial(_gated, step=True, function="softmax"),
 }
-CALLS = GPU_CALLS | {
-    "luna_pack masked": partial(_luna, op="luna_pack", masked=True, tied=True),
-    "luna_unpack": partial(_luna, op="luna_unpack"),
-    "luna_unpack tied": partial(_luna, op="luna_unpack", tied=True),
-    "gated_attention short chunks": partial(_gated, function="laplace", causal=True, chunk=8),
-    "gated_attention row_offset": partial(_gated, function="relu2", row_offset=2),
-    "damped_ema masked, stateful": partial(_average, kind="damped_ema", masked=True, stateful=True),
-    "damped_ema directions=2, shifted": partial(_average, kind="damped_ema", directions=2, shift=True),
-    "damped_ema truncated": partial(_average, kind="damped_ema", truncation=5),
-    "complex_ema masked, stateful": partial(_average, kind="complex_ema", masked=True, stateful=True),
-    "complex_ema_step": partial(_average, kind="complex_ema", step=True),
-    "diagonal_ssm masked, stateful": partial(_average, kind="diagonal_ssm", masked=True, stateful=True),
-    "diagonal_ssm real": partial(_average, kind="diagonal_ssm real", masked=True, stateful=True),
-    "diagonal_ssm real, directions=2": partial(_average, kind="diagonal_ssm real", directions=2),
-    "diagonal_ssm_step real": partial(_average, kind="diagonal_ssm real", step=True),
-    "timestep_norm masked, stateful": partial(_norm, masked=True, stateful=True),
-    "timestep_norm_step": partial(_norm, step=True, stateful=True),
-    "timestep_norm_step first": partial(_norm, step=True),
-}  # fmt: skip
-
-
-AVERAGES = [name for name, make in CALLS.items() if make.func is _average]
-ON_NATIVE = [name for name in AVERAGES if "truncated" not in name]
 
 
 def main() -> None:

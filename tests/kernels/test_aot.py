@@ -92,12 +92,6 @@ def check_machine_code(content: dict, version: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_known_fault_with_the_installed_compiler():
-    faults = json.loads(run_script("-c", KNOWN_FAULT))
-    assert bool(faults) == triton.__version__.startswith(("3.6.", "3.7."))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("version", [*tritons.OLDER, tritons.NEWEST])
 def test_the_known_fault_with_each_compiler(version):
     faults = json.loads(run_script("-c", KNOWN_FAULT, version=version))

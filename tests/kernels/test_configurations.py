@@ -7,6 +7,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
+from luna_mega.kernels.common.comparison import row_error  # noqa: E402
+
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
@@ -111,3 +113,34 @@ def test_a_choice_that_is_made_elsewhere(choice):
     with choice.module.choosing(last):
         assert pick(choice, tiles=(A, B, B)) == B
     assert seen == [("bfloat16 length=512", (A, B))]
+
+
+def results(dtype):
+    """Return rounded numbers `[1, 4000, 2, 16]` and the exact numbers, whose norms decrease by position."""
+    exact = torch.randn(1, 4000, 2, 16, dtype=torch.float64) / torch.arange(1, 4001)[:, None, None] ** 0.25
+    noise = torch.randn(exact.shape, dtype=torch.float64)
+    return (exact + torch.finfo(dtype).eps / 4 * exact.abs() * noise).to(dtype), exact.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_one_wrong_position_is_a_difference(choice, dtype):
+    """The norm of all positions hides it."""
+    right, exact = results(dtype)
+    assert choice.module.difference([right], [exact]) is None
+    row = right[0, 1234, 1]
+    for wrong in (0 * row, -row, row.roll(1), row * torch.nan):
+        actual = right.clone()
+        actual[0, 1234, 1] = wrong
+        assert "differs" in choice.module.difference([actual], [exact])
+
+
+def test_error_of_a_row():
+    exact = torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.3, 0.4], [30.0, 40.0]])  # the median of the nonzero norms is 5
+    for row, size in ((0, 5.0), (1, 5.0), (2, 5.0), (3, 50.0)):
+        actual = exact.clone()
+        actual[row, 0] += 1.0
+        assert row_error(actual, exact) == pytest.approx(1 / size)
+    assert row_error(exact, exact) == 0.0 and row_error(exact[:0], exact[:0]) == 0.0
+    assert row_error(0 * exact + 1e-3, 0 * exact, least=1.0) == pytest.approx(1e-3)
+    empty = torch.tensor([1.0, -torch.inf])  # -inf is the logarithm of an empty sum
+    assert row_error(empty, empty) == 0.0 and row_error(torch.ones(2), empty) > 0.5

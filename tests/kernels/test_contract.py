@@ -1,18 +1,23 @@
 """Every operator equals its definition: a fixed matrix of backends and layouts, and random calls."""
 
 import itertools
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from luna_mega.kernels import api
 from luna_mega.kernels.common.comparison import ROUNDING, row_error
 from luna_mega.kernels.moving_average import native
-from tests.kernels.backends import LEVELS, NATIVE, needs_library
+from tests.distributed.ranks import PATIENCE
+from tests.kernels.backends import LEVELS, NATIVE, needs_library, on_native, on_triton
 from tests.kernels.calls import OPERATORS, WIDE, Sizes
 from tests.kernels.comparisons import assert_same
-from tests.kernels.contract import Case, Inputs, cases, check, check_parts
+from tests.kernels.contract import Case, Inputs, cases, check, check_parts, results
 
 ON_NATIVE = [name for name in OPERATORS if "ema" in name or "ssm" in name]
 DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16
@@ -45,6 +50,10 @@ def matrix(backend: str) -> list:
 def is_possible(backend: str, directions=1, shift=False, truncation=None, **_) -> bool:
     """Return whether a backend supports the options of an operator."""
     return (directions == 2 or not shift) and not (truncation and backend.partition(" ")[0] in ("native", "triton"))
+
+
+def test_every_operator_has_a_row():
+    assert {name.partition(" ")[0] for name in OPERATORS} == api.OPS.keys()
 
 
 @pytest.mark.parametrize("case", matrix("torch"))
@@ -122,6 +131,15 @@ def test_segments_and_steps_are_one_call(operator, data):
     check_parts(case, backend, parts)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", STATEFUL)
+def test_thousands_of_steps(operator):
+    """After 3,000 steps, errors are those of float32; also after a million positions, except for causal attention."""
+    batch, bound = (2, 1e-6) if "causal" in operator else (3, 5e-6)
+    case = Case(operator, sizes=SIZES._replace(batch=batch, length=3000), stateful=True, dtype=torch.float32)
+    check_parts(case, "torch", [1] * 3000, bound=bound)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("operator", [*ON_NATIVE, "timestep_norm", "timestep_norm_step"])
 def test_mixed_dtypes(operator, dtype):
@@ -133,6 +151,26 @@ def test_mixed_dtypes(operator, dtype):
     if dtype == torch.float64:
         assert {x.dtype for x in actual} == {dtype}
         assert_same(actual, inputs.loop(**inputs.leaves))
+
+
+MIXED = {
+    "gated_attention": {"value": torch.bfloat16, "bias": torch.float64},
+    "luna_causal_attention": {"key_mean": torch.float64, "value_mean": torch.float64},
+}
+
+
+@pytest.mark.parametrize("operator", MIXED)
+@pytest.mark.parametrize("backend", ["reference", "torch", on_triton(slow=False)])
+def test_values_and_states_of_other_dtypes(backend, operator, triton_device):
+    """The output of gated attention has the dtype of its value, and gradients have those of their tensors."""
+    inputs = Inputs(Case(operator, sizes=SIZES, stateful=OPERATORS[operator].stateful))
+    device = triton_device if backend == "triton" else torch.device("cpu")
+    leaves = {key: x.to(device, MIXED[operator].get(key, torch.float32)) for key, x in inputs.leaves.items()}
+    found = results(inputs, lambda **x: inputs.run(backend, **x), leaves)
+    exact = results(inputs, lambda **x: inputs.loop(**x), inputs.leaves)
+    assert_same(found, exact, 1.5e-2 if "gated" in operator else 1e-5)
+    assert found[0].dtype == MIXED[operator].get("value", torch.float32)
+    assert [x.dtype for x in found[-len(leaves) :]] == [x.dtype for x in leaves.values()]
 
 
 LENGTH, MEAN = 9_000, 12.0
@@ -160,3 +198,36 @@ def test_sums_over_many_positions(backend, operator, options, dtype):
     for actual, expected in zip(call.run(**leaves, **options, backend=backend), exact, strict=True):
         if actual is not None:
             assert row_error(actual, expected) <= ROUNDING[dtype] / 4
+
+
+# Prints by how many KiB a training step raises the peak of the memory.
+PEAK = """
+import re, sys, torch
+from luna_mega.kernels import api
+torch.set_num_threads(1)
+def peak():  # not `ru_maxrss`, which a new process inherits
+    return int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
+start, name, length = peak(), sys.argv[1], int(sys.argv[2])
+x, heads, rows = torch.randn(4, length, 128), torch.randn(1, length, 4, 32), torch.randn(1, 64, 4, 32)
+of = [-torch.rand(128, 16), torch.randn(128, 16), torch.randn(128, 16, 2)]
+leaves = {"diagonal_ssm": [x, *of], "luna_pack": [rows, heads, heads], "gated_attention": [x[:1], x[:1], x[:1]]}
+leaves["luna_causal_attention"] = [heads, rows, heads, heads, heads]
+leaves = [x.requires_grad_() for x in leaves[name]]
+getattr(api, name)(*leaves, backend=sys.argv[3]).sum().backward()
+print(peak() - start)
+"""
+LINEAR = ["diagonal_ssm", "luna_pack", "gated_attention", "luna_causal_attention"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc has the peak of memory")
+@pytest.mark.parametrize(("backend", "operator"), [*(("torch", name) for name in LINEAR), on_native("diagonal_ssm")])
+def test_memory_is_linear(repo_root, backend, operator):
+    """A training step with 16,384 positions takes at most twice the memory of one with 8,192, including its inputs."""
+    peaks = []
+    for length in (8192, 16384):
+        command = [sys.executable, "-c", PEAK, operator, str(length), backend]
+        # glibc would raise the threshold after the first tensor, and keep freed tensors.
+        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
+        peaks.append(int(subprocess.check_output(command, cwd=repo_root, env=environment, timeout=PATIENCE)))
+    assert 1 < peaks[0] and peaks[1] <= 2 * peaks[0], peaks

@@ -12,7 +12,8 @@ from luna_mega.kernels import _dispatch, api
 from luna_mega.kernels.moving_average import native
 from tests.distributed.ranks import PATIENCE
 from tests.kernels.backends import needs_library, on_native, on_triton
-from tests.kernels.calls import CALLS, ON_NATIVE, WIDE, Sizes
+from tests.kernels.calls import OPERATORS, WIDE, Sizes
+from tests.kernels.test_contract import ON_NATIVE
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -33,17 +34,6 @@ def decide(op, argument=None, device=CUDA, unsupported=None):
     return against(op, unsupported).decide(argument, device, {})
 
 
-PREFIXES = ("luna", "damp", "gat", "complex", "diagonal", "timestep", "segment")
-FUNCTIONS = {name for name in api.__all__ if name.startswith(PREFIXES)} - {
-    "complex_ema_coefficients",
-    "diagonal_ssm_coefficients",
-}
-
-
-def test_every_public_op_is_registered():
-    assert api.OPS.keys() == FUNCTIONS
-
-
 @pytest.fixture
 def gpu(monkeypatch):
     """Mock a GPU of compute capability 9.0 for the choice of a backend; yield a function that changes it."""
@@ -58,19 +48,19 @@ def gpu(monkeypatch):
     _dispatch._old_device.cache_clear()
 
 
-def test_a_gpu_runs_triton(op, gpu):
+def test_reasons_against_triton(op, gpu, monkeypatch):
     assert decide(op) == ("triton", "automatic choice")
     assert f"{op} runs on 'triton'" in api.explain(op, device="cuda")
     assert decide(op, "torch") == ("torch", "chosen by its argument")
-
-
-def test_reasons_against_triton(op, gpu, monkeypatch):
     assert decide(op, unsupported="of no reason") == ("torch", "no Triton kernel: of no reason")
     with pytest.raises(ValueError, match=f"{op} cannot run on 'triton': of no reason; choose 'torch' or 'auto'"):
         decide(op, "triton", unsupported="of no reason")
     gpu(7, 5)
     assert decide(op) == ("torch", "no Triton kernel: compute capability 7.5 is below 8.0")
     gpu(8, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "_is_exporting_flag", True)
+        assert decide(op)[0] == "torch"  # exported programs do not use Triton
     assert decide(op)[0] == "triton"
     monkeypatch.setattr(torch.version, "hip", "7.0")
     gpu(9, 4)
@@ -79,40 +69,41 @@ def test_reasons_against_triton(op, gpu, monkeypatch):
 
 
 AVERAGES = {name.partition(" ")[0] for name in ON_NATIVE}
-CAUSAL, FP32, FP64 = "luna_causal_attention rows=40, elu", torch.float32, torch.float64
+FP32, FP64, CAUSAL = torch.float32, torch.float64, "luna_causal_attention"
+TRUNCATED = {"truncation": 5}
 
 
 NOT_ON_TRITON = [
-    ("luna_unpack", {}, FP64, "not torch.float64"),
-    ("luna_pack masked", {"size": 130}, FP32, "128, not 130"),
-    (CAUSAL, {"size": 129}, FP32, r"head sizes up to 128, not 129 \(query\) and 129 \(value\)"),
-    (CAUSAL, {"rows": 257}, torch.float16, "up to 256 rows of pack_query in torch.float16, not 257"),
-    (CAUSAL, {"rows": 129}, FP32, "up to 128 rows of pack_query in torch.float32, not 129"),
-    (CAUSAL, {}, FP64, "support float32, float16 and bfloat16, not torch.float64"),
-    ("luna_causal_attention_step", {"rows": 129}, FP32, "up to 128 rows"),
-    ("damped_ema stateful", {}, FP64, "float64"),
-    ("damped_ema stateful", {"states": 65}, FP32, "65 states per channel are more than 64"),
-    ("damped_ema truncated", {}, FP32, "truncation=5 is below the length 6; choose 'torch'"),
-    ("diagonal_ssm real", {"states": 65}, FP32, "65 states per channel are more than 64"),
-    ("diagonal_ssm stateful", {"states": 33}, FP32, "33 states per channel are more than 32"),
-    ("diagonal_ssm stateful", {}, FP64, "float64"),
-    ("gated_attention masked", {"size": 300}, FP32, "query and key have size 300"),
-    ("gated_attention masked", {}, FP64, "query and key are torch.float64; the kernels support"),
+    ("luna_unpack", {}, {}, FP64, "not torch.float64"),
+    ("luna_pack", {}, {"size": 130}, FP32, "128, not 130"),
+    (CAUSAL, {}, {"size": 129}, FP32, r"head sizes up to 128, not 129 \(query\) and 129 \(value\)"),
+    (CAUSAL, {}, {"rows": 257}, torch.float16, "up to 256 rows of pack_query in torch.float16, not 257"),
+    (CAUSAL, {}, {"rows": 129}, FP32, "up to 128 rows of pack_query in torch.float32, not 129"),
+    (CAUSAL, {}, {}, FP64, "support float32, float16 and bfloat16, not torch.float64"),
+    ("luna_causal_attention_step", {}, {"rows": 129}, FP32, "up to 128 rows"),
+    ("damped_ema", {}, {}, FP64, "float64"),
+    ("damped_ema", {}, {"states": 65}, FP32, "65 states per channel are more than 64"),
+    ("damped_ema", TRUNCATED, {}, FP32, "truncation=5 is below the length 6; choose 'torch'"),
+    ("diagonal_ssm real", {}, {"states": 65}, FP32, "65 states per channel are more than 64"),
+    ("diagonal_ssm", {}, {"states": 33}, FP32, "33 states per channel are more than 32"),
+    ("diagonal_ssm", {}, {}, FP64, "float64"),
+    ("gated_attention", {}, {"size": 300}, FP32, "query and key have size 300"),
+    ("gated_attention", {}, {}, FP64, "query and key are torch.float64; the kernels support"),
 ]
 NOT_ON_NATIVE = [
-    ("damped_ema stateful", {}, FP64, "x or a parameter is float64; choose 'torch' or 'auto'"),
-    ("complex_ema_step", {}, FP64, "x or a parameter is float64; choose 'torch' or 'auto'"),
-    ("damped_ema truncated", {}, FP32, "truncation=5 is below the length 6; choose 'torch' or 'auto'"),
+    ("damped_ema", {}, {}, FP64, "x or a parameter is float64; choose 'torch' or 'auto'"),
+    ("complex_ema_step", {}, {}, FP64, "x or a parameter is float64; choose 'torch' or 'auto'"),
+    ("damped_ema", TRUNCATED, {}, FP32, "truncation=5 is below the length 6; choose 'torch' or 'auto'"),
 ]
 
 
 @pytest.mark.parametrize(
-    "backend, name, sizes, dtype, message",
+    "backend, name, options, sizes, dtype, message",
     [*(on_triton(*row, slow=False) for row in NOT_ON_TRITON), *(on_native(*row) for row in NOT_ON_NATIVE)],
 )
-def test_calls_that_a_backend_does_not_support(backend, name, sizes, dtype, message, triton_device):
+def test_calls_that_a_backend_does_not_support(backend, name, options, sizes, dtype, message, triton_device):
     """They raise an error if the backend is chosen by name; the automatic choice has the results of PyTorch."""
-    call, wide = CALLS[name](Sizes(1, 6, 1, **sizes)), torch.promote_types(dtype, FP32)
+    call, wide = OPERATORS[name].make(Sizes(1, 6, 1, **sizes), **options), torch.promote_types(dtype, FP32)
     device = triton_device if backend == "triton" else CPU
     leaves = {key: x.to(device, wide if key in WIDE else dtype) for key, x in call.leaves.items()}
     with pytest.raises(ValueError, match=f"cannot run on '{backend}': .*{message}"):
@@ -121,33 +112,19 @@ def test_calls_that_a_backend_does_not_support(backend, name, sizes, dtype, mess
 
 
 @needs_library
-@pytest.mark.parametrize(("name", "dtype"), [("diagonal_ssm stateful", FP32), ("damped_ema_step", torch.bfloat16)])
+@pytest.mark.parametrize(("name", "dtype"), [("diagonal_ssm", FP32), ("damped_ema_step", torch.bfloat16)])
 def test_the_automatic_choice_runs_the_library(name, dtype):
-    call = CALLS[name](Sizes(1, 6, 1))
+    call = OPERATORS[name].make(Sizes(1, 6, 1))
     leaves = {key: x.to(FP32 if key in WIDE else dtype) for key, x in call.leaves.items()}
     assert all(map(torch.equal, call.run(**leaves), call.run(**leaves, backend="native")))
 
 
-def test_exported_programs_do_not_use_triton(op, gpu, monkeypatch):
-    monkeypatch.setattr(torch.compiler, "_is_exporting_flag", True)
-    assert decide(op)[0] == "torch"
-
-
 def test_gpu_fallback_warns_once(op, gpu, monkeypatch, caplog):
-    """A fallback warns once per reason.
-
-    It does not warn if the caller chose the backend, for tensors on other devices, or while compiling.
-    """
+    """A fallback warns once per reason, unless the caller chose the backend or the tensors are on another device."""
     monkeypatch.setattr(_dispatch, "_warned", set())
-    choose = against(op, "of one reason").choose
     for backend, device in ((None, "cpu"), ("torch", "cuda"), ("reference", "cuda")):
-        choose(backend, torch.device(device), {})
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert choose(None, CUDA, {}) == "torch"
-    monkeypatch.undo()
+        against(op, "of one reason").choose(backend, torch.device(device), {})
     assert not caplog.records
-    gpu(9, 0)
-    monkeypatch.setattr(_dispatch, "_warned", set())
     for reason in ("of one reason", "of one reason", "of another", None):
         assert against(op, reason).choose(None, CUDA, {}) == ("torch" if reason else "triton")
     assert [(record.name, record.getMessage()) for record in caplog.records] == [
@@ -201,36 +178,17 @@ def test_a_library_that_cannot_be_loaded(tmp_path):
     assert native.load(path)[1].startswith("it cannot be loaded (")
 
 
-def test_float32_precision():
-    assert _dispatch.float32_precision() == "tf32x3"
-    with api.use_float32_precision("ieee"):
-        assert _dispatch.float32_precision() == "ieee"
-    assert _dispatch.float32_precision() == "tf32x3"
+def test_errors():
     with pytest.raises(ValueError, match="no float32 precision 'tf32'; choose one of tf32x3, ieee"):
         api.use_float32_precision("tf32").__enter__()
-
-
-def test_errors():
     with pytest.raises(ValueError, match="no op 'luna'; choose one of"):
         api.explain("luna")
     with pytest.raises(ValueError, match="'cuda', which is not a backend"):
         api.explain(backend="cuda")
 
 
-def run(code, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | environment,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=PATIENCE,
-    )
-
-
-@pytest.mark.slow
-def test_without_triton(repo_root):
-    """Everything except the Triton kernels works, and the reason is reported."""
-    code = """
+EXPLAIN = "from luna_mega.kernels.api import explain; print(explain(backend={}, device='cpu'))"
+WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import torch
@@ -240,39 +198,35 @@ luna_pack(x, x, x)
 print(explain(device="cuda"))
 luna_pack(x, x, x, backend="triton")
 """
-    result = run(code, PYTHONPATH=str(repo_root))
-    assert "luna_attention runs on 'torch': no Triton kernel: Triton is not installed" in result.stdout
-    assert (
-        "ValueError: luna_pack cannot run on 'triton': Triton is not installed; run `pip install triton`"
-        in result.stderr
-    )
+# Code, environment, a line of the output, and the last line of the errors.
+PROCESSES = {
+    "without Triton": (
+        WITHOUT_TRITON, {}, "luna_attention runs on 'torch': no Triton kernel: Triton is not installed",
+        "luna_pack cannot run on 'triton': Triton is not installed; run `pip install triton`"),
+    "the interpreter must be chosen by name": (
+        EXPLAIN.format(None), {"TRITON_INTERPRET": "1"},
+        "luna_attention runs on 'torch': no Triton kernel: the tensors are on cpu", ""),
+    "the interpreter": (
+        EXPLAIN.format("'triton'"), {"TRITON_INTERPRET": "1"},
+        "luna_attention runs on 'triton': chosen by its argument", ""),
+    "no interpreter": (
+        EXPLAIN.format("'triton'"), {"TRITON_INTERPRET": "0"}, "",
+        "the tensors are on cpu; the kernels need CUDA, or TRITON_INTERPRET=1"),
+    "the environment's backend": (
+        EXPLAIN.format(None), {"LUNA_MEGA_BACKEND": "reference"},
+        "runs on 'reference': chosen by LUNA_MEGA_BACKEND", ""),
+    "an unknown backend": (
+        EXPLAIN.format(None), {"LUNA_MEGA_BACKEND": "fast"}, "",
+        "LUNA_MEGA_BACKEND is 'fast', which is not a backend"),
+}  # fmt: skip
 
 
 @pytest.mark.slow
-def test_interpreter_is_not_selected_automatically(repo_root):
-    pytest.importorskip("triton", reason="Triton is not installed")
-    code = """
-from luna_mega.kernels.api import explain
-for backend in ("auto", "triton"):
-    print(explain(backend=backend, device="cpu"))
-"""
-    result = run(code, PYTHONPATH=str(repo_root), TRITON_INTERPRET="1")
-    assert result.stdout.splitlines() == [
-        "luna_attention runs on 'torch': no Triton kernel: the tensors are on cpu",
-        "luna_attention runs on 'triton': chosen by its argument",
-    ]
-    result = run(code, PYTHONPATH=str(repo_root), TRITON_INTERPRET="0")
-    assert "the tensors are on cpu; the kernels need CUDA, or TRITON_INTERPRET=1" in result.stderr
-
-
-@pytest.mark.slow
-def test_environment_variable(repo_root):
-    code = "from luna_mega.kernels.api import explain; print(explain(device='cpu'))"
-    assert (
-        "runs on 'reference': chosen by LUNA_MEGA_BACKEND"
-        in run(code, PYTHONPATH=str(repo_root), LUNA_MEGA_BACKEND="reference").stdout
-    )
-    assert (
-        "LUNA_MEGA_BACKEND is 'fast', which is not a backend"
-        in run(code, PYTHONPATH=str(repo_root), LUNA_MEGA_BACKEND="fast").stderr
-    )
+@pytest.mark.parametrize(("code", "environment", "printed", "error"), PROCESSES.values(), ids=PROCESSES)
+def test_processes(repo_root, triton_device, code, environment, printed, error):
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(repo_root)} | environment,
+        capture_output=True, encoding="utf-8", timeout=PATIENCE,
+    )  # fmt: skip
+    assert printed in result.stdout and error in result.stderr
+    assert bool(error) == (result.returncode != 0)

@@ -174,6 +174,8 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("damped_ema", doubled(*LOGITS, "expansion", "projection") | {"return_state": True},
      "a bidirectional average has no state"),
     ("damped_ema_step", doubled(*LOGITS, "expansion", "projection"), "one row of parameters per channel"),
+    ("damped_ema_step", {"state": truncated(4), "coefficients": (SKIP, SKIP, SKIP)},
+     "`coefficients` do not apply to a `TruncatedEmaState`; omit them"),
     *((op, {"lengths": integers(6, 2, 1), "mask": bools(2, 6), "return_state": True},
        r"lengths must be integers \[2\], got torch.int64 \[3\]") for op in ("damped_ema", "complex_ema")),
     *((op, {"lengths": integers(6, 2), **given}, "lengths need return_state=True and a mask")
@@ -255,13 +257,6 @@ def test_total_lengths_of_varlen_luna_attention():
     x, rows = random(1, 11, 2, 6), random(4, 5, 2, 6)
     with pytest.raises(ValueError, match="the same total length"):
         api.luna_attention(x[:, :5], rows, x, x, lambda y: (y, y), cu_seqlens=integers(0, 3, 3, 10, 11))
-
-
-def test_coefficients_of_a_truncated_step():
-    x, *parameters = (x for name, x in DAMPED.items() if name != "skip")
-    _, state = api.damped_ema(x, *parameters, truncation=4, return_state=True)
-    with pytest.raises(ValueError, match="`coefficients` do not apply to a `TruncatedEmaState`; omit them"):
-        api.damped_ema_step(x[:, 0], state, *parameters, coefficients=api.ema_coefficients(*parameters))
 
 
 @pytest.mark.parametrize(

@@ -1,208 +1,118 @@
-"""FLOPs that `FlopCounterMode` counts for every operator, compared with those of the reference."""
+"""FLOPs that `FlopCounterMode` counts for every operator, on every backend: the table of `kernels/_flops.py`."""
+
+import math
+from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
 from torch.utils import flop_counter
 from torch.utils.flop_counter import FlopCounterMode
 
-from luna_mega import (
-    LunaConfig,
-    LunaForCausalLM,
-    LunaModel,
-    MegaConfig,
-    MegalodonConfig,
-    MegalodonForCausalLM,
-    MegaModel,
-)
-from luna_mega.kernels.api import gated_attention, luna_unpack, timestep_norm, use_backend
-from luna_mega.kernels.gated_attention import reference as gated_reference, torch_backend as gated_backend
-from luna_mega.kernels.luna_attention import reference as luna_reference
-from luna_mega.kernels.luna_causal_attention import reference as causal_reference, torch_backend as causal_backend
+from luna_mega.kernels.api import gated_attention, luna_pack, luna_unpack
+from luna_mega.kernels.gated_attention import torch_backend
 from tests.kernels.backends import on_native
 from tests.kernels.calls import OPERATORS, Sizes
 
+AVERAGES = ("damped_ema", "complex_ema", "diagonal_ssm", "diagonal_ssm real")
 
-def count(run, *leaves):
-    """Return the FLOPs of the forward pass and of the backward pass."""
-    leaves = [x.detach().requires_grad_() for x in leaves]
+
+@pytest.fixture(autouse=True)
+def triton_operators(triton_device):
+    """Register the operators of Triton, because a `FlopCounterMode` only counts those that exist when it is made."""
+    for op in ("gated_attention", "luna_attention", "luna_causal_attention", "moving_average", "timestep_norm"):
+        import_module(f"luna_mega.kernels.{op}.triton_ops")
+
+
+def count(run):
+    """Return the FLOPs of the forward pass and of the backward pass, if outputs have gradients."""
     with FlopCounterMode(display=False) as forward:
-        output = run(*leaves)
+        outputs = run()
+    total = sum(x.sum() for x in outputs)
     with FlopCounterMode(display=False) as backward:
-        output.sum().backward()
+        if total.requires_grad:
+            total.backward()
     return forward.get_total_flops(), backward.get_total_flops()
 
 
-def draw(*shapes, device="cpu"):
-    return [torch.rand(shape, device=device) for shape in shapes]
+def flops_of(operator: str, s: Sizes, directions: int = 1, chunk: int | None = None, **_) -> tuple[int, int]:
+    """Return the FLOPs of the forward pass, and those that the backward pass recomputes."""
+    tokens, length, name = s.batch * s.length, s.length, operator.removesuffix("_step")
+    if name.startswith("luna_causal"):
+        return 10 * tokens * s.heads * s.rows * s.size, 8 * tokens * s.heads * s.rows * s.size
+    if name.startswith("luna"):
+        pairs = tokens * s.rows * s.heads * s.size * (2 if name == "luna_attention" else 1)
+        return 4 * pairs, 2 * pairs
+    if name.startswith("gated"):
+        chunk = chunk or length
+        pairs = s.batch * (length // chunk * chunk**2 + (length % chunk) ** 2)
+        return 2 * pairs * (s.size + s.width), 2 * pairs * s.size
+    if name in AVERAGES:  # real numbers, or complex ones
+        states, real = tokens * directions * s.channels * s.states, "damped" in name or "real" in name
+        return (6 * states, 4 * states) if real else (14 * states, 10 * states)
+    return 0, 0
 
 
-@pytest.fixture
-def triton_operators(triton_device):
-    """Return the modules of the Triton operators, whose FLOPs are counted on the meta device without a launch."""
-    from luna_mega.kernels.gated_attention import triton_ops as gated
-    from luna_mega.kernels.luna_attention import triton_ops as luna
-    from luna_mega.kernels.luna_causal_attention import triton_ops as causal
-    from luna_mega.kernels.moving_average import triton_ops as averages
-    from luna_mega.kernels.timestep_norm import triton_ops as norms
-
-    return {"gated": gated, "luna": luna, "causal": causal, "averages": averages, "norms": norms}
+CALLS = [(name, {}) for name in OPERATORS if "other keys" not in name and "_step" not in name]
+CALLS += [(name, {"directions": 2}) for name in ("damped_ema", "diagonal_ssm", "diagonal_ssm real")]
+CALLS += [("gated_attention", {"chunk": chunk}) for chunk in (8, 64)]
+STEPS = ["luna_causal_attention", "damped_ema", "complex_ema"]  # operators on Triton
+LENGTHS = 20, 700  # with an FFT, and with chunks of which the last one is short
 
 
-def test_every_operator_has_a_formula(triton_operators):
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    ("backend", "device", "operator", "options"),
+    [(*backend, *call) for backend in (("torch", "cpu"), ("triton", "meta")) for call in CALLS]
+    + [on_native("cpu", *call) for call in CALLS if call[0] in AVERAGES],
+)
+def test_operators(backend, device, operator, options, length, monkeypatch):
+    """The backward pass counts two products for each of the forward pass, and again those that it recomputes."""
+    monkeypatch.setattr(torch_backend, "KEPT", 0.0)  # scores are not stored
+    sizes = Sizes(2, length, 3, 8, 5, 4, 4, 2, 24)
+    call = OPERATORS[operator].make(sizes, **options)
+    leaves = {key: x.float().to(device).requires_grad_() for key, x in call.leaves.items()}
+    forward, recomputed = flops_of(operator, sizes, **options)
+    assert count(lambda: call.run(**leaves, backend=backend)) == (forward, 2 * forward + recomputed)
+    if backend == "triton" and operator in STEPS and not options:
+        step = OPERATORS[f"{operator}_step"].make(sizes)
+        with torch.no_grad():
+            leaves = {key: x.float().to(device) for key, x in step.leaves.items()}
+            found, _ = count(lambda: step.run(**leaves, backend=backend))
+        assert found * length == forward
+
+
+def test_luna_attention_counts_as_sdpa():
+    shapes, sizes = [(2, 3, length, 8) for length in (20, 5, 5)], Sizes(2, 20, 3, 8, 5)
+    forward, recomputed = flops_of("luna_unpack", sizes)
+    assert flop_counter.sdpa_flop_count(*shapes) == forward
+    assert flop_counter.sdpa_backward_flop_count(shapes[0], *shapes) == 2 * forward + recomputed
+
+
+def test_stored_scores_are_not_recomputed(monkeypatch):
+    monkeypatch.setattr(torch_backend, "KEPT", math.inf)
+    call, sizes = OPERATORS["gated_attention"], Sizes(2, 20, size=8, width=24)
+    leaves = {key: x.float().requires_grad_() for key, x in call.make(sizes).leaves.items()}
+    forward, _ = flops_of("gated_attention", sizes)
+    assert count(lambda: call.make(sizes).run(**leaves, backend="torch")) == (forward, 2 * forward)
+
+
+def test_varlen_calls_count_their_tokens(triton_device):
+    few, tokens = torch.rand(3, 5, 2, 8, device="meta"), torch.rand(1, 20, 2, 8, device="meta")
+    bounds = {"cu_seqlens": torch.zeros(4, dtype=torch.int32, device="meta"), "max_seqlen": 10, "backend": "triton"}
+    for run in (lambda: luna_unpack(tokens, few, few, **bounds), lambda: luna_pack(few, tokens, tokens, **bounds)):
+        assert count(lambda run=run: [run()])[0] == 4 * 20 * 5 * 2 * 8
+    query, value = torch.rand(1, 20, 8, device=triton_device), torch.rand(1, 20, 24, device=triton_device)
+    lengths = torch.tensor([0, 5, 5, 18, 20], device=triton_device, dtype=torch.int32)
+    options = {"function": "laplace", "chunk_size": 8, "max_seqlen": 13, "backend": "triton"}
+    for device, pairs in ((triton_device, 5**2 + 8**2 + 5**2 + 2**2), ("meta", 20 * 8)):  # all chunks are complete
+        tensors = [x.to(device) for x in (query, query, value)]
+        run = partial(gated_attention, *tensors, cu_seqlens=lengths.to(device), **options)
+        assert count(lambda run=run: [run()])[0] == 2 * pairs * (8 + 24)
+
+
+def test_every_operator_has_a_formula():
     names = {name.partition(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("luna_mega::")}
     operators = {getattr(torch.ops.luna_mega, name.removeprefix("luna_mega::")) for name in names}
     assert len(operators) > 20
     assert not operators - flop_counter.flop_registry.keys()
-
-
-@pytest.mark.parametrize("queries, keys", [(5, 7), (64, 2), (33, 100)])
-def test_luna_attention_counts_as_sdpa(queries, keys, triton_operators):
-    shapes = (2, queries, 3, 8), (2, keys, 3, 8), (2, keys, 3, 8)
-    expected, gradients = count(lambda *x: luna_reference.attend(*x, None, 0.5)[0], *draw(*shapes))
-    scores = expected // 2
-    heads_first = [(batch, heads, length, size) for batch, length, heads, size in shapes]
-    assert flop_counter.sdpa_flop_count(*heads_first) == expected
-    assert flop_counter.sdpa_backward_flop_count(heads_first[0], *heads_first) == gradients + scores
-    on_meta = draw(*shapes, device="meta")
-    for run, leaves in (
-        (lambda *x: luna_unpack(*x, backend="torch"), draw(*shapes)),
-        (lambda *x: torch.ops.luna_mega.attend(*x, None, 0.5)[0], draw(*shapes)),
-        (lambda *x: triton_operators["luna"].attend(*x, None, 0.5, 0.0), on_meta),
-    ):
-        assert count(run, *leaves) == (expected, gradients + scores)
-
-
-def test_varlen_luna_attention_counts_tokens_once(triton_operators):
-    few, tokens = draw((3, 5, 2, 8), (1, 20, 2, 8), device="meta")
-    lengths = torch.zeros(4, dtype=torch.int32, device="meta")
-    for side, call in (("query", (tokens, few, few)), ("key", (few, tokens, tokens))):
-        with FlopCounterMode(display=False) as counter:
-            triton_operators["luna"].attend(*call, None, 0.5, 0.0, lengths, side, 10)
-        assert counter.get_total_flops() == 4 * 20 * 5 * 2 * 8
-
-
-@pytest.mark.parametrize("length, rows", [(17, 3), (64, 16), (100, 5)])
-def test_causal_luna_attention(length, rows, triton_operators):
-    size, value_size = 8, 12
-    shapes = [(2, length, 3, size), (2, rows, 3, size), *[(2, length, 3, size)] * 2, (2, length, 3, value_size)]
-    options = (None, None, "softplus", None, 0.0)
-
-    def reference(*x):
-        return causal_reference.attend(*x, *options)[0]
-
-    expected, gradients = count(reference, *draw(*shapes))
-    # In the reference, sums are not matrix products. Their outer products are counted once, the gradients twice.
-    sums = 2 * length * 2 * 3 * rows * (size + value_size)
-    expected, gradients = expected + sums, gradients + 2 * sums
-    recomputed = expected - 2 * length * 2 * 3 * rows * value_size
-    on_meta = draw(*shapes, device="meta")
-    for attend, leaves in ((causal_backend.attend, draw(*shapes)), (triton_operators["causal"].attend, on_meta)):
-        found = count(lambda *x, attend=attend: attend(*x, *options)[0], *leaves)
-        assert found == (expected, gradients + recomputed)
-    one = [x if index == 1 else x[:, 0] for index, x in enumerate(on_meta)]
-    step = count(lambda *x: triton_operators["causal"].step(*x, *options)[0], *one)
-    assert [number * length for number in step] == [expected, gradients + recomputed]
-
-
-@pytest.mark.parametrize("stored", [True, False])
-@pytest.mark.parametrize("length, chunk", [(5, 8), (24, 8), (20, 8), (20, None)])
-def test_gated_attention(length, chunk, stored, triton_operators, monkeypatch):
-    monkeypatch.setattr(gated_backend, "KEPT", 1.0 if stored else 0.0)
-    shapes = (2, length, 8), (2, length, 8), (2, length, 24)
-    parts = [(first, min(first + (chunk or length), length)) for first in range(0, length, chunk or length)]
-
-    def reference(*tokens):
-        chunks = ((x[:, first:stop] for x in tokens) for first, stop in parts)
-        return sum(gated_reference.attend(*x, None, None, "laplace", False)[0].sum() for x in chunks)
-
-    expected, gradients = count(reference, *draw(*shapes))
-    scores = expected * 8 // (8 + 24)
-    options = {"function": "laplace", "chunk_size": chunk, "backend": "torch"}
-    found = count(lambda *x: gated_attention(*x, **options), *draw(*shapes))
-    assert found == (expected, gradients + (0 if stored else scores))
-    call = (None, None, "laplace", False, chunk, 0, 0.0)
-    found = count(lambda *x: triton_operators["gated"].attend(*x, *call), *draw(*shapes, device="meta"))
-    assert found == (expected, gradients + scores)
-
-
-def test_gated_cross_attention_and_varlen_sequences(triton_operators, triton_device):
-    shapes = (2, 3, 8), (2, 9, 8), (2, 9, 24)
-    for device, attend in (
-        ("cpu", lambda *x: gated_attention(*x, backend="torch")),
-        ("meta", lambda *x: triton_operators["gated"].attend(*x, None, None, "softmax", False, None, 0, 0.0)),
-    ):
-        assert count(attend, *draw(*shapes, device=device))[0] == 2 * 2 * 3 * 9 * (8 + 24)
-    tokens = [x.to(triton_device) for x in draw((1, 20, 8), (1, 20, 8), (1, 20, 24))]
-    lengths = torch.tensor([0, 5, 5, 18, 20], device=triton_device, dtype=torch.int32)
-    with FlopCounterMode(display=False) as counter:
-        gated_attention(*tokens, function="laplace", chunk_size=8, cu_seqlens=lengths, max_seqlen=13, backend="triton")
-    assert counter.get_total_flops() == 2 * (5**2 + 8**2 + 5**2 + 2**2) * (8 + 24)
-    with FlopCounterMode(display=False) as counter:  # without the sequence lengths, all chunks count as complete
-        call = (*(x.to("meta") for x in tokens), None, None, "laplace", False, 8, 0, 0.0, lengths.to("meta"), 13)
-        triton_operators["gated"].attend(*call)
-    assert counter.get_total_flops() == 2 * 20 * 8 * (8 + 24)
-
-
-# Operator, directions -> forward and backward FLOPs, in products with all states at all positions.
-# Real numbers: h = q h + p beta x and y = eta h. Backward: gradients of h (2), x, q, p beta and eta; h is recomputed.
-# Complex: h = q h (4) + p x (1), and the real part of eta h (2). Backward: twice these, and h is recomputed.
-AVERAGES = {
-    ("damped_ema", 1): (3, 8), ("damped_ema", 2): (3, 8), ("complex_ema", 1): (7, 19), ("diagonal_ssm real", 1): (3, 8),
-    ("diagonal_ssm real", 2): (3, 8), ("diagonal_ssm", 1): (7, 19), ("diagonal_ssm", 2): (7, 19),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("length", [1, 20, 700])  # lengths with an FFT, and with chunks of which the last one is short
-@pytest.mark.parametrize("backend, device", [("torch", "cpu"), on_native("cpu"), ("triton", "meta")])
-@pytest.mark.parametrize(("operator", "directions"), AVERAGES)
-@pytest.mark.usefixtures("triton_operators")
-def test_averages_count_as_recurrences(operator, directions, backend, device, length):
-    sizes, several = Sizes(2, length, channels=3, states=4), {} if directions == 1 else {"directions": 2}
-    call = OPERATORS[operator].make(sizes, **several)
-    products = 2 * (2 * length * directions * 3 * 4)  # 2 FLOPs per state and position
-    forward, backward = (number * products for number in AVERAGES[operator, directions])
-    leaves = [x.float().to(device) for x in call.leaves.values()]
-    found = count(lambda *x: call.run(**dict(zip(call.leaves, x, strict=True)), backend=backend)[0], *leaves)
-    assert found == (forward, backward)
-    if backend == "triton" and directions == 1 and operator in ("damped_ema", "complex_ema"):
-        step = OPERATORS[f"{operator}_step"].make(sizes)
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            step.run(**{key: x.float().to(device) for key, x in step.leaves.items()}, backend=backend)
-        assert counter.get_total_flops() * length == forward
-
-
-def test_norm():
-    x, weight, bias = draw((2, 5, 8), (8,), (8,))
-    assert count(lambda *x: timestep_norm(x[0], 2, *x[1:], backend="torch"), x, weight, bias) == (0, 0)
-
-
-SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2}
-LUNA = {**SMALL, "num_attention_heads": 2, "intermediate_size": 32, "projection_length": 4}
-MEGA = {**SMALL, "intermediate_size": 32, "shared_representation_size": 8, "ema_projection_size": 4, "chunk_size": 24}
-MEGA |= {"use_chunking": True, "nffn_hidden_size": 32}
-MEGALODON = {**SMALL, "num_attention_heads": 2, "intermediate_size": 32, "shared_representation_size": 8}
-MEGALODON |= {"value_size": 32, "ema_projection_size": 4, "chunk_size": 24, "norm_num_groups": 2}
-
-
-@pytest.mark.parametrize(
-    "model_class, config, uncounted",
-    [
-        # In the reference, sums of causal attention and averages are elementwise; powers of q in Mega are products.
-        (LunaModel, LunaConfig(**LUNA), 0),
-        (LunaForCausalLM, LunaConfig(**LUNA, is_decoder=True), 4 * 24 * 4 * 16),
-        (MegaModel, MegaConfig(**MEGA), 6 * 24 * 32 * 4 - 2 * 24 * 32 * 4 / 2),
-        (MegalodonForCausalLM, MegalodonConfig(**MEGALODON), 14 * 24 * 16 * 4),
-    ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
-)
-def test_models_count_as_their_reference(model_class, config, uncounted):
-    """A model has the FLOPs of its reference.
-
-    The length is one chunk (24), because the reference also computes the scores between chunks, which it then masks.
-    """
-    model, inputs, totals = model_class(config).eval(), torch.randint(5, 50, (2, 24)), {}
-    for backend in ("reference", "torch"):
-        with use_backend(backend), FlopCounterMode(display=False) as counter, torch.no_grad():
-            model(inputs, **({"use_cache": False} if model.config.is_decoder else {}))
-        totals[backend] = counter.get_total_flops()
-    assert totals["torch"] == totals["reference"] + 2 * 2 * uncounted

@@ -1,7 +1,6 @@
 """The C library of the averages: accuracy, missing and tiny values, threads, forked processes."""
 
 import math
-import multiprocessing
 import platform
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -105,27 +104,6 @@ def test_numbers_below_the_normal_range_count_as_0():
     assert torch.tensor([2e-40]) * 0.5 > 0.0
 
 
-WRONG = {
-    "x": [torch.zeros(2, 5, 3, dtype=dtype) for dtype in (torch.float16, torch.float64)],
-    "mask": [torch.ones(2, 4, dtype=torch.bool), torch.ones(2, 5)],
-    "skip": [torch.zeros(4), torch.zeros(3, dtype=torch.float64)],
-    "log_decay": [torch.zeros(3, 3), torch.zeros(6, 2)],
-    "weight_in": [torch.zeros(3, 3), torch.zeros(4, 2), torch.zeros(9, 2), torch.zeros(3, 2, dtype=torch.float64)],
-    "weight_out": [torch.zeros(3, 1), torch.zeros(3, 2, 2)],
-    "initial": [torch.zeros(1, 3, 2), torch.zeros(2, 3, 2, dtype=torch.float64)],
-}
-
-
-@pytest.mark.parametrize("name, value", [(name, value) for name, values in WRONG.items() for value in values])
-def test_tensors_of_other_sizes_are_not_read(name, value):
-    """The operator raises an error for arguments that the public functions have not checked."""
-    call = {"x": torch.zeros(2, 5, 3), "mask": None, "skip": None, "log_decay": torch.zeros(3, 2), "turn": None}
-    call |= {"weight_in": torch.zeros(3, 2), "weight_out": torch.zeros(3, 2), "initial": torch.zeros(2, 3, 2)}
-    assert len(native.operator(*call.values(), None, False, False, True)) == 2
-    with pytest.raises(ValueError, match="^moving_average (needs a contiguous|has 3 channels, but)"):
-        native.operator(*(call | {name: value}).values(), None, False, False, True)
-
-
 @pytest.fixture
 def threads(monkeypatch):
     """Return a function that sets the number of threads, also for small calls."""
@@ -170,22 +148,6 @@ def small_call():
     x, tables = torch.linspace(-1, 1, 3000).view(5, 200, 3).requires_grad_(), [torch.linspace(-2, 1, 6).view(3, 2)] * 4
     output = damped_ema(x, *tables, backend="native")
     return output.detach(), *torch.autograd.grad(output, x, torch.ones_like(output))
-
-
-def exit_with_equality(expected):
-    raise SystemExit(0 if all(map(torch.equal, small_call(), expected)) else 1)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="forked processes")
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
-def test_a_forked_process_has_the_results_of_its_parent(threads):
-    threads(2)
-    expected = small_call()
-    child = multiprocessing.get_context("fork").Process(target=exit_with_equality, args=(expected,))
-    child.start()
-    child.join(PATIENCE)
-    child.kill()
-    assert child.exitcode == 0, child.exitcode
 
 
 class Calls:
