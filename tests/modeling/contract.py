@@ -99,11 +99,14 @@ MEMBERS |= {
 MEMBERS |= {
     "luna types": Member("luna", "ForTokenClassification", TYPES),
     "luna types of choices": Member("luna", "ForMultipleChoice", TYPES),
+    "luna narrow": Member("luna", "ForMaskedLM", {"embedding_size": 10}),
     "luna sparse": Member("luna", "ForMaskedLM", {"sparse_prediction": True}),
     "luna pairs": Member("luna", "ForSequencePairClassification", INTERACTION),
     "luna values": Member("luna", "ForTokenClassification", luna.VALUES),
     "luna channels, mean": Member("luna", "ForSequenceClassification", luna.VALUES | CHANNELS | {"pooling": "mean"}),
     "mega adaptive": Member("mega", "ForCausalLM", ADAPTIVE),
+    "mega sparse": Member("mega", "ForMaskedLM", {"sparse_prediction": True}),
+    "mega types": Member("mega", "ForQuestionAnswering", {"add_token_type_embeddings": True, "type_vocab_size": 3}),
     "mega values, mean": Member("mega", "ForSequenceClassification", mega.VALUES),
     "mega channels, chunks": Member(
         "mega", "ForTokenClassification", mega.VALUES | CHANNELS | mega.VARIANTS["laplace chunks"]
@@ -120,7 +123,9 @@ MEMBERS |= {
 # Batches -------------------------------------------------------------------------------------------------------------
 
 PADDED = ("right", "left", "gaps", "inferred")  # "inferred": on the right, without a mask
-PADDING_FREE = ("position_ids", "cu_seq_lens", "seq_idx", "two rows")  # the arguments that separate the sequences
+# The arguments that separate the sequences; "every": those that the collator of transformers can return together.
+PADDING_FREE = ("position_ids", "cu_seq_lens", "seq_idx", "two rows", "every")
+MASKS = {"right": torch.bool, "left": torch.long, "gaps": torch.half}  # the types of masks
 # "device": masks whose values are expensive to read, as on a GPU. "embeddings": with NaN at padding. "loaded": from a
 # saved folder.
 WAYS = ("dense", "device", "unpadded", "eager", "recorded", "embeddings", "checkpointed", "loaded")
@@ -225,7 +230,8 @@ def collate(member: Member, batch: Batch) -> tuple[dict[str, torch.Tensor], torc
         inputs[name.replace("decoder_labels", "labels")] = torch.stack(filled)
         if mask_of(name) and not inferred:
             mask = masks[side]
-            inputs[mask_of(name)] = (mask[:, None].expand(-1, 2, -1) if dim else mask).long()
+            mask = mask[:, None].expand(-1, 2, -1) if dim else mask
+            inputs[mask_of(name)] = mask.to(MASKS.get(batch.layout, torch.int32))
     for name in rows[0][1]:
         inputs[name] = torch.tensor([others[name] for _, others in rows])
         if name.endswith("positions"):
@@ -239,12 +245,13 @@ def pack(member: Member, batch: Batch) -> tuple[dict[str, Any], torch.Tensor]:
     lengths, marker = batch.rows(), batch.layout
     rows = [row_of(member, row, length)[0] for row, length in enumerate(lengths)]
     inputs: dict[str, Any] = {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
-    if marker == "cu_seq_lens":
-        inputs |= {"cu_seq_lens_q": torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)}
-        inputs["max_length_q"] = max(lengths)
-    elif marker == "seq_idx":
+    if marker in ("cu_seq_lens", "every"):
+        for side in ("q", "k") if marker == "every" else ("q",):
+            inputs[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            inputs[f"max_length_{side}"] = max(lengths)
+    if marker in ("seq_idx", "every"):
         inputs["seq_idx"] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-    else:
+    if marker in ("position_ids", "two rows", "every"):
         inputs["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
     if marker == "two rows":
         inputs = {name: x.view(2, -1, *x.shape[2:]) for name, x in inputs.items()}

@@ -1,4 +1,7 @@
-"""Wrong arguments raise a `ValueError` that names the argument and its value, in every class that has the argument."""
+"""Wrong arguments raise an error that names the argument and its value, in every class that has the argument.
+
+`test_configuration.py` has wrong fields of configurations.
+"""
 
 import copy
 from functools import cache
@@ -8,8 +11,8 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import EncoderDecoderCache
 
-from tests.modeling import decoders, luna
-from tests.modeling.contract import CLASSES
+from tests.modeling import contract, decoders, luna, mega
+from tests.modeling.contract import CLASSES, Member
 
 IDS = torch.tensor([[2, 5, 6, 7, 8], [2, 8, 7, 6, 5]])  # 2 is the decoder start token
 FLAT = torch.arange(4, 13)[None]
@@ -19,8 +22,8 @@ RIGHT = torch.tensor([1, 2])
 
 
 @cache
-def make(name, **fields):
-    return CLASSES[name].make(**fields)
+def make(name, row=None):
+    return CLASSES[name].make(**FIELDS.get(row, {}))
 
 
 def ones(*shape):
@@ -132,6 +135,13 @@ INPUTS = {
         call(PAIRS[0].split()[1], pair_input_ids=ones(2, 1, 9), pair_attention_mask=None),
     ),
     "no options": (CHOICES, r"input_ids \[B, options, T\].*got \[2, 9\]", call()),
+    "two channels": (READERS, r"shape \[B, T\], or .* got \[2, 9, 2\]", call(input_ids=None, input_values=zeros(2, 9, 2))),
+    "not the three channels": (
+        READERS, r"`input_values` must have the shape \[B, T, 3\]", call(input_ids=None, input_values=zeros(2, 9, 1)),
+    ),
+    "tokens for values": (READERS, "exactly one of input_values and inputs_embeds", call()),
+    "longer than Mega's table": (MEGA, "8 positions, got 9", call()),
+    "longer than the legacy table": (MEGA, "8 positions, got 9", call()),
     "longer than the table": (LUNA, "length 49 exceeds the 48", call(lengths=(49, 3))),
     "another type": (ENCODERS, "no type embeddings; omit them", call(token_type_ids=ones(2, 9))),
     "types of another shape": (ENCODERS, "`token_type_ids` must have the shape", call(token_type_ids=0 * ones(2, 8))),
@@ -140,6 +150,7 @@ PADDING_FREE = {
     "no classes": (both("ForSequenceClassification"), "Classification does not support padding-free", flat(**TWO)),
     "no choices": (CHOICES, "Choice does not support padding-free", flat(**TWO, **{"input_ids": FLAT[:, None]})),
     "weights": (ENCODERS, "no attention weights", flat(**TWO, output_attentions=True)),
+    "the table": (LUNA, "learned positions", flat(input_ids=FLAT.repeat(1, 6), position_ids=torch.arange(54) % 49)),
     "descending": (ENCODERS, "must increase", flat(cu_seq_lens_q=torch.tensor([0, 5, 4], dtype=torch.int32))),
     "only of keys": (ENCODERS, "`cu_seq_lens_q` is missing; pass it with cu_seq_lens_k", flat(cu_seq_lens_k=BOUNDS)),
     "only a length": (ENCODERS, "`cu_seq_lens_q` is missing; pass it with max_length_q", flat(max_length_q=6)),
@@ -317,7 +328,35 @@ TRANSLATION = {
         lambda m: run(m, cache=filled(m), output_attentions=True),
     ),
 }  # fmt: skip
+METHODS = {
+    "the embedding of values": (READERS, "Model needs input_type='tokens'", lambda m: m.set_input_embeddings(None)),
+    "resizing values": (READERS, "needs input_type='tokens'", lambda m: m.resize_token_embeddings(9)),
+    "resizing bands": (["mega decoder"], "cannot be resized", lambda m: m.resize_token_embeddings(50)),
+    "resizing two vocabularies": (
+        SEQ2SEQ, "source and target have different vocabularies of 30 and 35", lambda m: m.resize_token_embeddings(40),
+    ),
+    "resizing another output": (
+        ["megalodon decoder"], "a vocabulary of 30 tokens with output_size=7 scores",
+        lambda m: m.resize_token_embeddings(40),
+    ),
+    **{f"attention {name}": (
+        EVERY, f'"{name}"` is not supported: \\w+ has its own kernels; omit .* or pass .eager',
+        lambda m, name=name: m.set_attn_implementation(name))
+       for name in ("flash_attention_2", "kernels-community/flash-attn3", "fastest")},
+    "tokens before the bands": (["mega decoder"], "the vocabulary of this model has 30 tokens", lambda m: m(IDS - 3)),
+    "tokens after the bands": (["mega decoder"], "the vocabulary of this model has 30 tokens", lambda m: m(IDS + 22)),
+}  # fmt: skip
 FIELDS = {  # of the models of these rows
+    **dict.fromkeys(("two channels", "tokens for values"), {"input_type": "values"}),
+    **dict.fromkeys(("the embedding of values", "resizing values"), {"input_type": "values"}),
+    **dict.fromkeys(("resizing bands", "tokens before the bands", "tokens after the bands"), contract.ADAPTIVE),
+    "not the three channels": {"input_type": "values", "num_channels": 3},
+    "longer than Mega's table": {"relative_positional_bias": "simple", "max_positions": 8},
+    "longer than the legacy table": {
+        "relative_positional_bias": "simple", "legacy_bias_table": True, "chunk_size": 8,
+    },
+    "resizing two vocabularies": {"decoder_vocab_size": 35},
+    "resizing another output": {"output_size": 7},
     "narrow embeddings": {"embedding_size": 16},
     "a longer source": {"position_embedding_type": "learned", "max_position_embeddings": 6},
     "a longer target": {"position_embedding_type": "learned", "max_target_positions": 6},
@@ -325,7 +364,7 @@ FIELDS = {  # of the models of these rows
     "a text after the table": {"relative_positional_bias": "simple", "max_positions": 24, "decoder_max_positions": 6},
 }
 ROWS = {f"{group}: {name}": row for group, rows in (
-    ("inputs", INPUTS), ("padding-free", PADDING_FREE), ("labels", LABELS), ("translation", TRANSLATION),
+    ("inputs", INPUTS), ("padding-free", PADDING_FREE), ("labels", LABELS), ("translation", TRANSLATION), ("methods", METHODS),
     *((group, {name: (CAUSAL + SEQ2SEQ, *row) for name, row in rows.items()})
       for group, rows in (("generate", GENERATE), ("forward", FORWARD))),
 ) for name, row in rows.items()}  # fmt: skip
@@ -347,7 +386,31 @@ def labels_of(model, wrong, more=0):
 @pytest.mark.parametrize("row", ROWS)
 def test_error(row):
     names, message, action = ROWS[row]
-    fields = FIELDS.get(row.partition(": ")[2], {})
+    row = row.partition(": ")[2]
     for name in names:
-        with pytest.raises(ValueError, match=message):
-            action(make(name, **fields))
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            action(make(name, row if row in FIELDS else None))
+
+
+CAUSAL_FIELDS = {"is_decoder": True, "pooling": "cls"}
+OF_SEQUENCES = ("ForSequenceClassification", "ForSequencePairClassification", "ForMultipleChoice")
+# What is wrong with a class and a configuration: the families, the classes, the fields, and the message.
+NEW = [
+    (("luna",), ("ForMaskedLM", "ForMultipleChoice", "ForQuestionAnswering"), luna.VALUES,
+     "Luna{head} needs input_type='tokens', got 'values'"),
+    (("mega",), ("ForMaskedLM", "ForMultipleChoice", "ForQuestionAnswering"), mega.VALUES,
+     "Mega{head} needs input_type='tokens', got 'values'"),
+    (("luna", "mega"), OF_SEQUENCES, CAUSAL_FIELDS, "pooling='cls'.*set pooling to 'last' or 'mean'"),
+    (("luna",), OF_SEQUENCES, CAUSAL_FIELDS | {"pooling": "packed_mean"}, "pooling='packed_mean'.*'last' or 'mean'"),
+    (("mega",), ("ForMaskedLM", "ForCausalLM"), {"embedding_size": 8},
+     "embedding_size=(24|12), .* got 8; or pass tie_word_embeddings=False"),
+    (("luna",), ("ForCausalLM",), {"add_cross_attention": True}, "use LunaForConditionalGeneration"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("families, heads, fields, message", NEW)
+def test_error_of_a_new_model(families, heads, fields, message):
+    for family in families:
+        for head in heads:
+            with pytest.raises(ValueError, match=message.format(head=head)):
+                Member(family, head, fields).make()
