@@ -257,6 +257,7 @@ FORWARD = {
     ),
     "checkpoints": ("gradient checkpointing runs a layer twice", lambda m: train(m, use_cache=True)),
     "cropping": ("cannot be cropped from 5 to 3", lambda m: filled(m).crop(3)),
+    "emptying": ("cannot be cropped from 5 to 0", lambda m: filled(m).crop(0)),
     "removing": ("cannot be cropped from 5 to 4", lambda m: filled(m).crop(-1)),
     "two names": (
         "Both `past_key_values` and `cache` are set",
@@ -307,6 +308,10 @@ TRANSLATION = {
     ),
     "a text after the table": (
         ["mega seq2seq"], "max_length=32 requires 31 .* has 6", lambda m: m.generate(IDS, max_length=32),
+    ),
+    "embeddings in the cache": (
+        CAUSAL, "contains 5 positions already, and `inputs_embeds` has 5",
+        lambda m: m.generate(inputs_embeds=m.get_input_embeddings()(IDS), cache=filled(m), max_new_tokens=3),
     ),
     "rows of P": (
         ["luna decoder"], r"`packed_states` must have the shape \[2, rows, 24\], got \[1, 3, 24\]",
