@@ -8,25 +8,6 @@ from tests.modeling.decoders import padded
 from tests.modeling.megalodon_decoders import make, tiny_config
 
 
-def test_the_residual_is_the_input_of_the_block():
-    model = make()
-    block, states = model.megalodon.layers[0], []
-    block.register_forward_hook(lambda module, inputs, output: states.extend((inputs[0], output)))
-    torch.nn.init.zeros_(block.nffn.fc2.weight)
-    model(padded([9], 9, "none")[0])
-    assert torch.equal(*states)
-
-
-def test_initial_scales_are_one():
-    """Scales are stored minus 1 and initialized to 0, so that new norms only normalize."""
-    model = MegalodonForCausalLM(tiny_config())
-    block, states = model.megalodon.layers[0], torch.randn(2, 3, 12)
-    assert not any(x.any() for name, x in model.named_parameters() if "norm." in name or name.endswith("beta"))
-    normed = torch.nn.functional.layer_norm(states, (12,))
-    torch.testing.assert_close(block.nffn.norm(states), normed)
-    torch.testing.assert_close(block.mega.rmsnorm(states).square().mean(-1), torch.ones(2, 3), atol=1e-4, rtol=0)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("fields", [{}, {"num_attention_heads": 1, "chunk_size": 5}], ids=["heads", "one head"])
 def test_attention_weights(fields):
@@ -120,15 +101,6 @@ def test_steps_use_changed_weights():
         layer.seen = other.seen
     step = model(ids[:, 5:], cache=past).logits
     torch.testing.assert_close(step, fresh(ids[:, 5:], cache=copied).logits)
-
-
-@torch.no_grad()
-def test_without_padding_token_no_position_is_masked():
-    model = make(pad_token_id=None)
-    ids = torch.tensor([[0, 1, 2, 0, 1, 1]])
-    torch.testing.assert_close(model(ids).logits, model(ids, torch.ones_like(ids)).logits)
-    classifier = make("ForSequenceClassification", pad_token_id=None)
-    torch.testing.assert_close(classifier(ids).logits, classifier(ids, torch.ones_like(ids)).logits)
 
 
 @torch.no_grad()
