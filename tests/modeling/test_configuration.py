@@ -424,7 +424,10 @@ def test_classes_of_encoder_decoders(family):
     for config_class in (family.Seq2SeqConfig, subclass):
         for config in (config_class(), family.preset(config_class)):
             assert type(config) is config_class and config.is_encoder_decoder
-            for same in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)) if config_class != subclass else config):
+            for same in (
+                copy.deepcopy(config),
+                pickle.loads(pickle.dumps(config)) if config_class != subclass else config,
+            ):
                 assert type(same) is config_class and same.to_dict() == config.to_dict()
             for side in (config.encoder_config, config.decoder_config):
                 assert type(side) is family.Config and side.model_type == family.name and not side.is_encoder_decoder

@@ -358,7 +358,9 @@ FIELDS = {  # of the models of these rows
     "not the three channels": {"input_type": "values", "num_channels": 3},
     "longer than Mega's table": {"relative_positional_bias": "simple", "max_positions": 8},
     "longer than the legacy table": {
-        "relative_positional_bias": "simple", "legacy_bias_table": True, "chunk_size": 8,
+        "relative_positional_bias": "simple",
+        "legacy_bias_table": True,
+        "chunk_size": 8,
     },
     "resizing two vocabularies": {"decoder_vocab_size": 35},
     "resizing another output": {"output_size": 7},

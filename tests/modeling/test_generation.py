@@ -19,7 +19,6 @@ from tests.modeling.decoders import (
     PLAIN,
     SOME,
     TRANSLATING,
-    WITH_ENCODER,
     make,
     make_plain,
     own_cache,
@@ -303,7 +302,9 @@ def test_decoder_of_an_encoder_decoder_model(encoder, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case, rows", diagonal([name for name in CLASSES if name.endswith(("decoder", "seq2seq"))], [1, 2]))
+@pytest.mark.parametrize(
+    "case, rows", diagonal([name for name in CLASSES if name.endswith(("decoder", "seq2seq"))], [1, 2])
+)
 def test_right_padding_warns(case, rows, messages):
     """Right padding warns once per call; padding on the left or in a source does not warn."""
     model = CLASSES[case].make()

@@ -18,7 +18,9 @@ family = pytest.mark.parametrize("family", [luna, mega], ids=["luna", "mega"])
 
 
 @family
-@pytest.mark.parametrize("head", [head for head in luna.HEADS if head not in ("Model", "ForSequencePairClassification")])
+@pytest.mark.parametrize(
+    "head", [head for head in luna.HEADS if head not in ("Model", "ForSequencePairClassification")]
+)
 def test_positional_arguments_are_those_of_bert(family, head):
     """`position_ids` may be `[T]`, as in BERT."""
     model, inputs = family.make(head), luna.head_inputs(head, [9, 9])
@@ -33,7 +35,7 @@ def test_positional_arguments_are_those_of_bert(family, head):
 
 @family
 def test_attention_implementations(family, tmp_path):
-    """"sdpa" (the kernels) and "eager" (the reference) can be chosen when a folder is loaded; others cannot."""
+    """ "sdpa" (the kernels) and "eager" (the reference) can be chosen when a folder is loaded; others cannot."""
     model, inputs = family.make("ForMaskedLM"), luna.tokens([9, 4])
     expected = model(**inputs).logits
     model.save_pretrained(tmp_path)

@@ -144,7 +144,12 @@ KINDS = {
 def make_adaptive(**fields):
     torch.manual_seed(0)
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "intermediate_size": 20}
-    decoder = {"is_decoder": True, "initializer_range": 0.3, "scale_embedding": True, "add_lm_hidden_dense_layer": False}
+    decoder = {
+        "is_decoder": True,
+        "initializer_range": 0.3,
+        "scale_embedding": True,
+        "add_lm_hidden_dense_layer": False,
+    }
     return MegaForCausalLM(MegaConfig(**sizes, **decoder, **fields)).double().eval()
 
 

@@ -9,7 +9,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoModelForCausalLM
 
 import luna_mega
 from luna_mega.errors import ConversionError

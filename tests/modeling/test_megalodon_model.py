@@ -5,7 +5,7 @@ import torch
 
 from luna_mega import MegalodonForCausalLM
 from tests.modeling.decoders import padded
-from tests.modeling.megalodon_decoders import make, tiny_config
+from tests.modeling.megalodon_decoders import make
 
 
 @torch.no_grad()

@@ -109,7 +109,8 @@ def test_targets_that_start_with_padding(family, tmp_path):
         for begun, prompt in ((1, {}), (4, {"decoder_input_ids": prompts})):
             started = {name: ids.masked_fill(ids == 2, 1) for name, ids in prompt.items()}
             one, two = (
-                network.generate(**given, **target, **options) for network, target in ((model, prompt), (other, started))
+                network.generate(**given, **target, **options)
+                for network, target in ((model, prompt), (other, started))
             )
             assert torch.equal(one[:, begun:], two[:, begun:])
     # After the first call the token is padding again, and its label is not counted.

@@ -9,7 +9,7 @@ from hypothesis import given
 import luna_mega
 from luna_mega import LunaConfig, LunaForSequenceClassification, LunaModel
 from tests.modeling import contract, luna, mega
-from tests.modeling.contract import CLASSES, MEMBERS, Batch
+from tests.modeling.contract import MEMBERS, Batch
 
 POOLED = "ForSequenceClassification"
 TRAINED = [name for name in MEMBERS if name.startswith("luna")][::2] + ["mega ForMaskedLM", "megalodon decoder"]
