@@ -13,7 +13,6 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -77,8 +76,6 @@ CLASSES = {f"{family} {head}": Member(family, head) for family in ("luna", "mega
 CLASSES |= {f"megalodon {head}": Member("megalodon", head) for head in ("Model", "ForSequenceClassification")}
 CLASSES |= {f"{family} decoder": Member(family, "ForCausalLM") for family in decoders.FAMILIES}
 CLASSES |= {f"{family} seq2seq": Member(family, "ForConditionalGeneration") for family in decoders.TRANSLATING}
-# The same in float32: functions of additional fields.
-FACTORIES = {name: partial(member.make, torch.float32) for name, member in CLASSES.items()}
 MEMBERS = CLASSES | {
     f"{family} {name}": Member(family, "ForMaskedLM", fields)
     for family, module in (("luna", luna), ("mega", mega))

@@ -21,7 +21,7 @@ import luna_mega_cli
 from luna_mega import LunaConfig, LunaSeq2SeqConfig, MegaConfig, MegalodonConfig, MegaSeq2SeqConfig
 from luna_mega._register import CONFIGS as TYPES
 from tests.modeling import decoders, luna, mega, megalodon_decoders
-from tests.modeling.contract import FACTORIES
+from tests.modeling.contract import CLASSES
 
 IMAGES = {"input_type": "patches", "image_size": 32, "patch_size": 8, "max_positions": 16}
 IMAGES |= {"relative_positional_bias": "simple"}
@@ -180,7 +180,7 @@ def test_invalid_fields(base):
         assert text is not None or value == {} or str(value) in message, row
 
 
-# Names -----------------------------------------------------------------------------------------------------------------
+# Names ----------------------------------------------------------------------------------------------------------------
 
 CONFIGS = [LunaConfig, LunaSeq2SeqConfig, MegaConfig, MegaSeq2SeqConfig, MegalodonConfig]
 # Another value than the default of every family. The last names are those of earlier versions of transformers.
@@ -312,7 +312,7 @@ def test_configurations_of_users(tmp_path):
     assert (config.model_type, config.projection_length) == ("own_luna", 7)
 
 
-# Derived and changed fields ------------------------------------------------------------------------------------------
+# Derived and changed fields -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", TYPES)
@@ -380,7 +380,7 @@ def test_fields_that_determine_the_modules_cannot_be_changed(family, name):
 @pytest.mark.parametrize("name", ["mega decoder", "mega seq2seq", "megalodon decoder"])
 def test_a_changed_chunk(name, tmp_path):
     """It has the same effect in the model, in its encoder and decoder, and in the saved folder."""
-    model = FACTORIES[name]()
+    model = CLASSES[name].make(torch.float32)
     inputs = dict.fromkeys(("input_ids", "decoder_input_ids")[: 1 + model.config.is_encoder_decoder], IDS)
     before = model(**inputs).logits
     model.config.update({"use_chunking": True, "chunk_size": 3})
@@ -390,7 +390,7 @@ def test_a_changed_chunk(name, tmp_path):
     torch.testing.assert_close(type(model).from_pretrained(tmp_path)(**inputs).logits, changed)
 
 
-# Encoder-decoders ------------------------------------------------------------------------------------------------------
+# Encoder-decoders -----------------------------------------------------------------------------------------------------
 
 
 class Family:

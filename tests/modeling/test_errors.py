@@ -135,7 +135,9 @@ INPUTS = {
         call(PAIRS[0].split()[1], pair_input_ids=ones(2, 1, 9), pair_attention_mask=None),
     ),
     "no options": (CHOICES, r"input_ids \[B, options, T\].*got \[2, 9\]", call()),
-    "two channels": (READERS, r"shape \[B, T\], or .* got \[2, 9, 2\]", call(input_ids=None, input_values=zeros(2, 9, 2))),
+    "two channels": (
+        READERS, r"shape \[B, T\], or .* got \[2, 9, 2\]", call(input_ids=None, input_values=zeros(2, 9, 2)),
+    ),
     "not the three channels": (
         READERS, r"`input_values` must have the shape \[B, T, 3\]", call(input_ids=None, input_values=zeros(2, 9, 1)),
     ),
@@ -371,7 +373,8 @@ FIELDS = {  # of the models of these rows
     "a text after the table": {"relative_positional_bias": "simple", "max_positions": 24, "decoder_max_positions": 6},
 }
 ROWS = {f"{group}: {name}": row for group, rows in (
-    ("inputs", INPUTS), ("padding-free", PADDING_FREE), ("labels", LABELS), ("translation", TRANSLATION), ("methods", METHODS),
+    ("inputs", INPUTS), ("padding-free", PADDING_FREE), ("labels", LABELS), ("translation", TRANSLATION),
+    ("methods", METHODS),
     *((group, {name: (CAUSAL + SEQ2SEQ, *row) for name, row in rows.items()})
       for group, rows in (("generate", GENERATE), ("forward", FORWARD))),
 ) for name, row in rows.items()}  # fmt: skip

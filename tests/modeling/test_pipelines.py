@@ -14,7 +14,7 @@ from transformers import (
 from luna_mega import MegaConfig
 from tests.marks import diagonal
 from tests.modeling import luna, mega
-from tests.modeling.contract import FACTORIES
+from tests.modeling.contract import CLASSES
 from tests.modeling.decoders import make_plain
 
 # Task -> class without its family, and options of a call.
@@ -39,7 +39,9 @@ def bert():
 def test_texts(family, task, bert, tmp_path):
     head, options = TASKS[task]
     labels = NLI if "zero" in task else {}
-    FACTORIES[f"{family} {head}"](pad_token_id=0, vocab_size=len(bert), **labels).save_pretrained(tmp_path)
+    CLASSES[f"{family} {head}"].make(torch.float32, pad_token_id=0, vocab_size=len(bert), **labels).save_pretrained(
+        tmp_path
+    )
     bert.save_pretrained(tmp_path)
     pipe, texts = pipeline(task, model=str(tmp_path)), ["w1 w2 [MASK] w3 w4 w5 w6 w7 w8", "w5 [MASK]"]
     for text, together in zip(texts, pipe(texts, batch_size=2, **options), strict=True):

@@ -159,7 +159,7 @@ def test_every_way_of_differentiation(name):
 LUNA = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.5)
 MEGA = dict.fromkeys(mega.NO_DROPOUT, 0.5)
 MEGALODON = dict.fromkeys(("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob"), 0.5)
-HEAD = {"classifier_dropout": 0.5}
+HEAD, BANDS = {"classifier_dropout": 0.5}, {"adaptive_softmax_dropout": 0.5}
 DROPPING = {
     "luna": Member("luna", "ForMaskedLM", LUNA),
     "luna classifier": Member("luna", "ForSequenceClassification", LUNA | HEAD),
