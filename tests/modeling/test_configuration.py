@@ -35,149 +35,109 @@ BASES = {
     "mega seq2seq": (mega, {"is_encoder_decoder": True}),
     "megalodon": (megalodon_decoders, {}),
 }
-# Fields and a text: the message names the first field and its value, and contains the text.
-BOTH = [
-    {"input_type": "pixels"},
-    {"pooling": "max"},
-    {"pair_features": "sum"},
-    {"classifier_activation": "tanhh"},
-    {"classifier_num_layers": -1},
-]
-BOTH_SEQ2SEQ = [
-    {"decoder_start_token_id": 40},
+BOTH = {
+    "input_type": "pixels", "pooling": "max", "pair_features": "sum", "classifier_activation": "tanhh",
+    "classifier_num_layers": -1, "add_cross_attention": True,
+}  # fmt: skip
+BOTH_SEQ2SEQ = {"decoder_start_token_id": 40, "input_type": "values", "num_decoder_layers": 0}
+OF_IMAGES = {"patch_size": 8, "use_absolute_position_embeddings": False}
+# Wrong values of single fields: the message names the field and the value. A tuple has several values.
+SINGLE = {
+    "luna": BOTH | {
+        "hidden_size": 25, "num_pack_attention_heads": 5, "position_embedding_type": "rotary",
+        "hidden_act": ("gleu", {}), "projection_length": (0, "long"), "dropout": 1.0, "word_dropout": 1.0,
+        "layerdrop": 1e9, "layer_norm_eps": -1.0, "causal_activation": "relu", "embedding_size": 0,
+        "type_vocab_size": -1, "max_position_embeddings": 2**31,
+    },
+    "luna seq2seq": BOTH_SEQ2SEQ | {"max_target_positions": 10**12, "type_vocab_size": 2},
+    "mega": BOTH | OF_IMAGES | {
+        "attention_activation": "gelu", "normalization_type": "norm", "relative_positional_bias": "alibi",
+        "activation": ("gleu", {}), "shared_representation_size": 13, "num_attention_heads": 2, "dropout_prob": 1.0,
+        "ema_projection_size": -1, "classifier_dropout": -0.1, "ema_beta_range": -1.0, "hidden_size": "wide",
+        "truncation": 10**18, "num_hidden_layers": 10**10, "drop_path_rate": 1.0,
+    },
+    "mega values": OF_IMAGES | {"adaptive_input_cutoffs": [9]},
+    "mega untied": {"adaptive_softmax_cutoffs": ([20, 10], [40], [])},
+    "mega images": {
+        "adaptive_input_cutoffs": [9], "patch_size": 7, "max_positions": 20, "unpad_inputs": True, "num_channels": 0,
+    },
+    "mega seq2seq": BOTH_SEQ2SEQ | {"embedding_size": 7, "decoder_ema_projection_size": -1},
+    "megalodon": {
+        "shared_representation_size": 10, "value_size": 21, "norm_num_groups": 5, "chunk_size": 0, "rope_theta": 0.0,
+        "initializer": "zeros", "input_type": "values", "dropout_prob": 1.0,
+    },
+}  # fmt: skip
+# Fields that exclude each other, and a text of the message.
+IMAGE_SIZE = ({"image_size": 32}, "image_size=32 requires input_type='patches', got '(tokens|values)'; omit it")
+TOKENS = ({"embedding_size": 8}, "embedding_size=8 requires input_type='tokens', got '(values|patches)'; omit it")
+CHANNELS = "num_channels=2 requires input_type='values'( or 'patches')?, got 'tokens'"
+SHARED = [
     ({"is_decoder": True}, "omit is_decoder"),
-    {"input_type": "values"},
-    {"num_decoder_layers": 0},
-    {"decoder_vocab_size": 9, "share_encoder_decoder_embeddings": True},
-    {"tie_word_embeddings": False, "share_encoder_decoder_embeddings": True},
+    ({"decoder_vocab_size": 9, "share_encoder_decoder_embeddings": True}, "decoder_vocab_size.*9"),
+    ({"tie_word_embeddings": False, "share_encoder_decoder_embeddings": True}, "tie_word_embeddings.*False"),
 ]
-OF_IMAGES = [
-    ({"image_size": 32}, "image_size=32 requires input_type='patches', got '(tokens|values)'; omit it"),
-    {"patch_size": 8},
-    {"use_absolute_position_embeddings": False},
-]
-OF_TOKENS = [
-    ({"embedding_size": 8}, "embedding_size=8 requires input_type='tokens', got '(values|patches)'; omit it"),
-    {"adaptive_input_cutoffs": [9]},
-]
-INVALID = {
+TOGETHER = {
     "luna": [
-        *BOTH,
-        {"hidden_size": 25},
-        {"num_pack_attention_heads": 5},
-        {"position_embedding_type": "rotary"},
-        {"hidden_act": "gleu"},
-        {"hidden_act": {}},
-        {"projection_length": 0},
-        {"projection_length": "long"},
-        {"dropout": 1.0},
-        {"word_dropout": 1.0},
-        {"layerdrop": 1e9},
-        {"layer_norm_eps": -1.0},
-        {"causal_activation": "relu"},
         ({"pool_padding": True}, "pool_padding"),
         ({"unpad_inputs": True, "pooling": "mean", "pool_padding": True}, "pool_padding"),
-        {"hidden_size": 2, "num_attention_heads": 1, "position_embedding_type": "sinusoidal"},
-        {"contextual_projection": True, "is_decoder": True},
-        {"add_cross_attention": True},
+        ({"hidden_size": 2, "num_attention_heads": 1, "position_embedding_type": "sinusoidal"}, "hidden_size.*2"),
+        ({"contextual_projection": True, "is_decoder": True}, "contextual_projection.*True"),
         ({"input_type": "values", "is_decoder": True}, "decoder"),
-        {"embedding_size": 8, "is_decoder": True},
-        {"embedding_size": 0},
-        {"type_vocab_size": -1},
-        luna.VALUES | {"type_vocab_size": 2},
-        ({"num_channels": 2}, "num_channels=2 requires input_type='values', got 'tokens'"),
-        {"hidden_size": 10**18, "num_attention_heads": 1},
-        {"max_position_embeddings": 2**31},
+        ({"embedding_size": 8, "is_decoder": True}, "embedding_size.*8"),
+        (luna.VALUES | {"type_vocab_size": 2}, "input_type.* 'values'|type_vocab_size.*2"),
+        ({"num_channels": 2}, CHANNELS),
+        ({"hidden_size": 10**18, "num_attention_heads": 1}, "hidden_size.*10{18}"),
     ],
-    "luna seq2seq": [
-        *BOTH_SEQ2SEQ,
-        ({"num_decoder_attention_heads": 7}, "hidden_size .* num_attention_heads"),
-        {"max_target_positions": 10**12},
-        {"type_vocab_size": 2},
-    ],
+    "luna seq2seq": [*SHARED, ({"num_decoder_attention_heads": 7}, "hidden_size .* num_attention_heads")],
     "mega": [
-        *BOTH,
-        {"attention_activation": "gelu"},
-        {"normalization_type": "norm"},
-        {"relative_positional_bias": "alibi"},
-        {"activation": "gleu"},
-        {"activation": {}},
-        {"chunk_size": -1, "use_chunking": True},
-        {"chunk_size": 0, "use_chunking": True},
-        {"chunk_size": 10**9, "use_chunking": True},
-        {"shared_representation_size": 13},
-        {"num_attention_heads": 2},
-        {"ema_shift": True, "bidirectional": False},
+        IMAGE_SIZE,
+        *(({"chunk_size": size, "use_chunking": True}, f"chunk_size.*{size}") for size in (-1, 0, 10**9)),
+        ({"ema_shift": True, "bidirectional": False}, "ema_shift.*True"),
         ({"bidirectional": True, "is_decoder": True}, "bidirectional=False"),
-        {"add_cross_attention": True},
-        {"dropout_prob": 1.0},
-        {"ema_projection_size": -1},
         ({"ema_projection_size": 0, "truncation": 9}, "no moving average; omit truncation=9"),
         ({"ema_projection_size": 0, "ema_shift": True}, "no moving average; omit ema_shift=True"),
-        {"classifier_dropout": -0.1},
-        {"ema_beta_range": -1.0},
-        {"hidden_size": "wide"},
-        {"truncation": 10**18},
-        {"num_hidden_layers": 10**10},
-        {"unpad_inputs": True, "padded_batch_statistics": True},
-        {"drop_path_rate": 1.0},
-        *OF_IMAGES,
-        ({"num_channels": 1}, "num_channels=1 requires input_type='values' or 'patches', got 'tokens'; omit it"),
+        ({"unpad_inputs": True, "padded_batch_statistics": True}, "unpad_inputs.*True"),
+        ({"num_channels": 2}, CHANNELS),
     ],
-    "mega values": [*OF_IMAGES, *OF_TOKENS],
+    "mega values": [IMAGE_SIZE, TOKENS],
     "mega untied": [
-        {"adaptive_softmax_cutoffs": [20, 10]},
-        {"adaptive_softmax_cutoffs": [40]},
-        {"adaptive_softmax_cutoffs": []},
         ({"adaptive_softmax_cutoffs": [10, 20, 30], "adaptive_softmax_factor": 4}, "last of 4 bands"),
         ({"adaptive_softmax_cutoffs": [10], "tie_word_embeddings": True}, "tie_word_embeddings=False"),
-        {"tie_adaptive_projections": True, "adaptive_input_cutoffs": [9], "adaptive_softmax_cutoffs": [9]},
+        (
+            {"tie_adaptive_projections": True, "adaptive_input_cutoffs": [9], "adaptive_softmax_cutoffs": [9]},
+            "tie_adaptive_projections.*True",
+        ),
     ],
-    "mega images": [
-        *OF_TOKENS,
-        {"patch_size": 7},
-        {"max_positions": 20},
-        ({"is_decoder": True}, "input_type='patches'"),
-        {"unpad_inputs": True},
-        {"num_channels": 0},
-    ],
+    "mega images": [TOKENS, ({"is_decoder": True}, "input_type='patches'")],
     "mega seq2seq": [
-        *BOTH_SEQ2SEQ,
+        *SHARED,
         ({"adaptive_input_cutoffs": [9], "adaptive_softmax_cutoffs": [9]}, "no adaptive vocabulary"),
-        {"embedding_size": 7},
         ({"decoder_shared_representation_size": 5}, "shared_representation_size`, got 5"),
-        {"decoder_ema_projection_size": -1},
         ({"decoder_chunk_size": 2**20 + 1}, "chunk_size .* 1048576"),
     ],
     "megalodon": [
-        {"shared_representation_size": 10},
-        {"value_size": 21},
-        {"norm_num_groups": 5},
-        {"chunk_size": 0},
-        {"rope_theta": 0.0},
-        {"initializer": "zeros"},
         ({"is_decoder": False}, "must be True"),
         ({"add_cross_attention": True}, "must be False"),
-        {"input_type": "values"},
         ({"output_size": 7, "tie_word_embeddings": True}, "vocab_size=30"),
-        {"dropout_prob": 1.0},
     ],
 }
 
 
 @pytest.mark.parametrize("base", BASES)
 def test_invalid_fields(base):
-    family, fixed = BASES[base]
-    for row in INVALID[base]:
-        fields, text = row if isinstance(row, tuple) else (row, None)
-        (name, value), *_ = fields.items()
+    module, fixed = BASES[base]
+    rows = TOGETHER[base] + [
+        ({name: value}, rf"(?s)\b{name}\b.*{re.escape(str(value)) if value != {} else ''}")
+        for name, values in SINGLE[base].items()
+        for value in (values if isinstance(values, tuple) else (values,))
+    ]
+    for fields, text in rows:
         with pytest.raises((ValueError, TypeError, StrictDataclassError)) as error:
-            family.tiny_config(**fixed | fields)
+            module.tiny_config(**fixed | fields)
         message = str(error.value)
         assert isinstance(error.value, ValueError) == ("Validation error for field" not in message)
-        assert "validator" not in message and "\n" not in message.partition("Validation error for field")[0], row
-        assert re.search(rf"\b{name}\b" if text is None else text, message), row
-        assert text is not None or value == {} or str(value) in message, row
+        assert "validator" not in message and "\n" not in message.partition("Validation error for field")[0], fields
+        assert re.search(text, message), (fields, message)
 
 
 # Names ----------------------------------------------------------------------------------------------------------------

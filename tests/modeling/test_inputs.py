@@ -35,7 +35,7 @@ def test_positional_arguments_are_those_of_bert(family, head):
 
 @family
 def test_attention_implementations(family, tmp_path):
-    """ "sdpa" (the kernels) and "eager" (the reference) can be chosen when a folder is loaded; others cannot."""
+    """A folder is loaded with the kernels ("sdpa") or with the reference ("eager"); other values are errors."""
     model, inputs = family.make("ForMaskedLM"), luna.tokens([9, 4])
     expected = model(**inputs).logits
     model.save_pretrained(tmp_path)
