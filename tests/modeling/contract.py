@@ -102,6 +102,14 @@ MEMBERS |= {
     "luna values": Member("luna", "ForTokenClassification", luna.VALUES),
     "luna channels, mean": Member("luna", "ForSequenceClassification", luna.VALUES | CHANNELS | {"pooling": "mean"}),
     "mega adaptive": Member("mega", "ForCausalLM", ADAPTIVE),
+    "mega legacy table": Member(
+        "mega",
+        "ForMaskedLM",
+        {"relative_positional_bias": "simple", "legacy_bias_table": True, "chunk_size": 16, "max_positions": 20},
+    ),
+    "mega odd width": Member(
+        "mega", "Model", CHUNKS | {"relative_positional_bias": "simple", "shared_representation_size": 13}
+    ),
     "mega sparse": Member("mega", "ForMaskedLM", {"sparse_prediction": True}),
     "mega types": Member("mega", "ForQuestionAnswering", {"add_token_type_embeddings": True, "type_vocab_size": 3}),
     "mega values, mean": Member("mega", "ForSequenceClassification", mega.VALUES),

@@ -105,21 +105,6 @@ def test_generate_continues_from_a_cache(name, cached):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["luna: softplus", "mega: laplace chunks", "megalodon: heads"])
-def test_generate_continues_a_batch_of_turns(name):
-    """A second, left-padded turn after a cache has the same result for each row as its unpadded tokens."""
-    model = make(name)
-    ids = torch.tensor([[0, 0, 0, 5, 6, 7, 8, 9, 0, 0, 0, 0, 10, 11], [0] * 6 + [12, 13, 14, 15, 16, 17, 18, 19]])
-    mask = (ids > 0).long()
-    past = model(ids[:, :8], attention_mask=mask[:, :8], use_cache=True).cache
-    options = GREEDY | {"max_new_tokens": 6, "pad_token_id": 0}
-    together = model.generate(ids, attention_mask=mask, cache=past, **options)[:, ids.shape[1] :]
-    for row in range(2):
-        separate = model.generate(ids[row, mask[row] > 0][None], **options)
-        assert torch.equal(separate[0, -6:], together[row])
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("family", TRANSLATING)
 def test_generate_accepts_seq2seq_trainer_arguments(family):
     """`generate` ignores `labels` of a batch, applies `logits_to_keep` to the decoder, and accepts encoder outputs."""

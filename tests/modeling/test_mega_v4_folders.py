@@ -12,8 +12,6 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import luna_mega
-from luna_mega.errors import ConversionError
-from luna_mega.hub.folder import read_folder
 from tests.modeling.decoders import a_third, padded
 from tests.modeling.luna import tokens
 from tests.modeling.mega import make, tiny_config
@@ -151,10 +149,3 @@ def test_truncation_below_one_is_none(truncation):
     assert config.truncation is None
     expected = make("Model")(**inputs).last_hidden_state
     torch.testing.assert_close(make("Model", truncation=truncation)(**inputs).last_hidden_state, expected)
-
-
-def test_commands_for_safetensors_say_how_to_convert_bin_files(tmp_path):
-    folder = tmp_path / "v4"
-    write_folder(folder, "Bingsu/mega-150m-arch")
-    with pytest.raises(ConversionError, match=r"pytorch_model.bin.*from_pretrained\(FOLDER\).save_pretrained\(NEW\)"):
-        read_folder(folder)

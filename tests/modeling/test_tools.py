@@ -156,36 +156,32 @@ def test_every_way_of_differentiation(name):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
-LUNA = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.5)
-MEGA = dict.fromkeys(mega.NO_DROPOUT, 0.5)
-MEGALODON = dict.fromkeys(("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob"), 0.5)
-HEAD, BANDS = {"classifier_dropout": 0.5}, {"adaptive_softmax_dropout": 0.5}
-DROPPING = {
-    "luna": Member("luna", "ForMaskedLM", LUNA),
-    "luna classifier": Member("luna", "ForSequenceClassification", LUNA | HEAD),
-    "luna classifier alone": Member("luna", "ForMultipleChoice", luna.NO_DROPOUT | HEAD),
-    "luna words": Member("luna", "ForCausalLM", luna.NO_DROPOUT | {"word_dropout": 0.5}),
-    "luna seq2seq": Member("luna", "ForConditionalGeneration", LUNA),
-    "mega": Member("mega", "ForMaskedLM", MEGA),
-    "mega classifier alone": Member("mega", "ForTokenClassification", mega.NO_DROPOUT | HEAD),
-    "mega of features": Member("mega", "ForSequenceClassification", MEGA | {"use_feature_dropout": True}),
-    "mega stochastic depth": Member("mega", "ForSequenceClassification", mega.NO_DROPOUT | {"drop_path_rate": 0.5}),
-    "mega adaptive": Member(
-        "mega", "ForCausalLM", mega.NO_DROPOUT | contract.ADAPTIVE | {"adaptive_softmax_dropout": 0.5}
-    ),
-    "mega seq2seq": Member("mega", "ForConditionalGeneration", MEGA),
-    "megalodon": Member("megalodon", "ForSequenceClassification", MEGALODON),
+OFF = {"luna": luna.NO_DROPOUT, "mega": mega.NO_DROPOUT}
+FIELDS = {  # the dropouts of each class, one at a time
+    "luna ForSequenceClassification": ("dropout", "attention_dropout", "activation_dropout", "classifier_dropout"),
+    "luna ForMultipleChoice": ("classifier_dropout",),
+    "luna decoder": ("dropout", "attention_dropout", "activation_dropout", "word_dropout"),
+    "luna seq2seq": ("dropout", "attention_dropout", "activation_dropout"),
+    "mega ForMaskedLM": tuple(mega.NO_DROPOUT),
+    "mega ForTokenClassification": ("classifier_dropout",),
+    "mega ForSequenceClassification": ("drop_path_rate", "classifier_dropout"),
+    "mega laplace chunks": tuple(mega.NO_DROPOUT),
+    "mega adaptive": ("adaptive_softmax_dropout",),
+    "mega seq2seq": tuple(mega.NO_DROPOUT),
+    "megalodon decoder": ("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob"),
 }
+DROPPING = [(name, field) for name, fields in FIELDS.items() for field in fields]
 
 
-@pytest.mark.parametrize("name", DROPPING)
-def test_dropouts(name):
+@pytest.mark.parametrize("name, field", DROPPING)
+def test_dropouts(name, field):
     """Monte Carlo dropout, with only the dropouts in training mode, varies as training; without them nothing varies.
 
     Checkpoints drop the same values twice.
     """
-    member, batch = DROPPING[name], Batch("right", (9, 4))
-    model, (inputs, kept) = member.make(), collate(member, batch)
+    member, features = MEMBERS[name], {"use_feature_dropout": True} if name == "mega laplace chunks" else {}
+    model = member.make(**OFF.get(member.family, {}) | features | {field: 0.5})
+    inputs, kept = collate(member, Batch("right", (9, 4)))
     dropouts = [module for module in model.modules() if isinstance(module, nn.Dropout)]
 
     def three():
@@ -200,7 +196,7 @@ def test_dropouts(name):
     model.train()
     expected = three()
     assert len({loss.item() for loss, _ in expected}) > 1
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": name == "luna"})
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": field == "dropout"})
     torch.testing.assert_close(three(), expected)
     model.gradient_checkpointing_disable()
     model.eval()
