@@ -113,20 +113,35 @@ def test_shift_labels(family):
     torch.testing.assert_close(model(ids, mask, labels=ids, num_items_in_batch=one).loss, 8 * loss)
 
 
+NAMES = ("cache", "past_key_values")
+
+
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 @pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
 def test_defaults_names_and_methods_of_a_cache(family, with_encoder):
     """`use_cache` follows the configuration, except in training; `cache` is also called `past_key_values`."""
     model, deeper = (make_plain(family, is_encoder_decoder=with_encoder, num_hidden_layers=count) for count in (1, 2))
-    inputs = source(model, 2) | target(model, padded([5, 5], 5, "none")[0])
-    step = source(model, 2) | target(model, torch.tensor([[4], [5]]))
+    ids = padded([5, 5], 5, "none")[0]
+    inputs, step = (source(model, 2) | target(model, x) for x in (ids, ids[:, :1]))
     for part in (model, model.base_model):
         output = part(**inputs)
         cache = output.cache
         assert type(cache) is type(new_cache(model)) and output["past_key_values"] is output.past_key_values is cache
-        results = [part(**step, **{name: copy.deepcopy(cache)})[0] for name in ("cache", "past_key_values")]
+        results = [part(**step, **{name: copy.deepcopy(cache)})[0] for name in NAMES]
         assert torch.equal(*results)
-    assert part.train()(**inputs).cache is None
+    texts, options = [], {"max_new_tokens": 3, "return_dict_in_generate": True, "do_sample": False}
+    for name in NAMES:
+        given = model.prepare_inputs_for_generation(torch.full((2, 6), 5), next_sequence_length=1, **{name: cache})
+        assert given["cache"] is cache and "past_key_values" not in given
+        begun = model(**source(model, 2), **target(model, ids[:, :3])).cache
+        texts.append(model.generate(**source(model, 2), **target(model, ids, 0 * ids + 1), **{name: begun}, **options))
+        assert texts[-1].cache is texts[-1].past_key_values is texts[-1]["cache"]
+    assert torch.equal(*(text.sequences for text in texts))
+    model.gradient_checkpointing_enable()
+    again = model.train().generate(**source(model, 2), **target(model, ids, 0 * ids + 1), **options)
+    assert again.sequences.shape == texts[0].sequences.shape
+    assert model(**inputs).cache is None
     model.config.use_cache = False
     assert model.eval()(**inputs).cache is None
     assert model(**inputs, use_cache=True).cache is not None

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import distributed
 from transformers import BertConfig, BertModel, CompileConfig, EncoderDecoderModel
-from transformers.utils import ModelOutput
 
 from tests.marks import diagonal
 from tests.modeling import luna, mega
@@ -233,26 +232,6 @@ def test_guidance_by_negative_prompts(family, prompts, kept):
     without, given = model(bare, mask).logits[:, -5:].log_softmax(-1), torch.stack(guided.logits, 1).log_softmax(-1)
     expected = (1.5 * (given - without) + without).float()
     torch.testing.assert_close(torch.stack(guided.scores, 1).float(), expected, atol=1e-5, rtol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
-def test_names_of_the_cache(family, with_encoder):
-    """`generate` accepts and returns the cache under either name, also in training mode with checkpoints."""
-    model = make_plain(family, is_encoder_decoder=with_encoder)
-    ids, mask = padded([7, 7], 7, "right")
-    options = {"max_new_tokens": 3, "min_new_tokens": 3, "return_dict_in_generate": True, "do_sample": False}
-    first = model.generate(**prompt(model, ids, mask), **options)
-    assert isinstance(first, ModelOutput) and first.cache is first.past_key_values is first["cache"]
-    results = []
-    for name in ("cache", "past_key_values"):
-        given = {**source(model, 2), **target(model, first.sequences, torch.ones_like(first.sequences))}
-        results.append(model.generate(**given, **{name: copy.deepcopy(first.cache)}, **options))
-        inputs = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **{name: first.cache})
-        assert inputs["cache"] is first.cache and "past_key_values" not in inputs
-    assert torch.equal(*(result.sequences for result in results))
-    model.gradient_checkpointing_enable()
-    assert model.train().generate(**prompt(model, ids, mask), max_new_tokens=3).shape[0] == 2
 
 
 BERT = {"vocab_size": 40, "hidden_size": 24, "num_hidden_layers": 2, "intermediate_size": 32, "num_attention_heads": 2}

@@ -7,6 +7,7 @@ steps of a decoder equal the entire sequence before and after training.
 import copy
 import functools
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -35,15 +36,6 @@ from tests.modeling import contract
 
 WORDS = [f"w{number}" for number in range(40)]
 TEXTS = [" ".join(WORDS[(7 * row + place) % 40] for place in range(3 + row % 6)) for row in range(16)]
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16, "initializer_range": 0.2}
-FIELDS = {
-    "Luna": SMALL | {"num_attention_heads": 2, "projection_length": 4, "max_position_embeddings": 32},
-    "Mega": SMALL | {"shared_representation_size": 8, "ema_projection_size": 2, "nffn_hidden_size": 16},
-    "Megalodon": {name: value for name, value in SMALL.items() if name != "initializer_range"}
-    | {"shared_representation_size": 8, "value_size": 16, "ema_projection_size": 2, "norm_num_groups": 4}
-    | {"chunk_size": 4},
-}
-IMAGES = {"input_type": "patches", "image_size": 8, "patch_size": 4}
 
 
 def bert():
@@ -91,24 +83,11 @@ def of_a_dictionary():
 
 
 TOKENIZERS = {"0": bert, "1": roberta, "end": pads_with_end, "added": without_padding}
-CLASSES = [name for name in luna_mega.__all__ if "For" in name]
-# The images of MegaForImageClassification have no tokenizer.
-PAIRS = [(name, pad) for name in CLASSES for pad in ([None] if "Image" in name else TOKENIZERS)]
-FAST = [(name, None if "Image" in name else pad) for name, pad in diagonal(CLASSES, TOKENIZERS)]
+CLASSES = [name for name in contract.CLASSES if not name.endswith("Model")]
+FAST, PAIRS = diagonal(CLASSES, TOKENIZERS), [*product(CLASSES, TOKENIZERS)]
 
 
-def make(name, tokenizer, **fields):
-    """Return a new model as a user creates it: the ids of the special tokens are the defaults of the configuration."""
-    family, head = name.split("For", 1)
-    fields = FIELDS[family] | ({"vocab_size": len(tokenizer)} if tokenizer else IMAGES) | fields
-    if head == "CausalLM" and family != "Megalodon":
-        fields |= {"is_decoder": True} | ({"bidirectional": False} if family == "Mega" else {})
-    torch.manual_seed(0)
-    kind = getattr(luna_mega, f"{family}{'Seq2Seq' if head == 'ConditionalGeneration' else ''}Config")
-    return getattr(luna_mega, name)(kind(**fields)).eval()
-
-
-def collators(name, model, tokenizer):
+def collator_of(head, model, tokenizer):
     """Return the collator that a user of the class chooses; None = Trainer's default."""
     return {
         "MaskedLM": lambda: DataCollatorForLanguageModeling(tokenizer),
@@ -117,17 +96,13 @@ def collators(name, model, tokenizer):
         "TokenClassification": lambda: DataCollatorForTokenClassification(tokenizer),
         "MultipleChoice": lambda: DataCollatorForMultipleChoice(tokenizer),
         "SequenceClassification": lambda: DataCollatorWithPadding(tokenizer),
-    }.get(name.split("For", 1)[1], lambda: None)()
+    }.get(head, lambda: None)()
 
 
-def examples(name, tokenizer):
+def examples(head, tokenizer):
     """Return the rows of the training data."""
-    head, rows = name.split("For", 1)[1], []
+    rows = []
     for index, text in enumerate(TEXTS):
-        if tokenizer is None:
-            generator = torch.Generator().manual_seed(index)
-            rows.append({"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": index % 2})
-            continue
         row = dict(tokenizer(text))
         row.pop("token_type_ids", None)
         if head == "ConditionalGeneration":
@@ -177,20 +152,20 @@ def trained(tmp_path_factory):
 
     @functools.cache
     def train(name, pad):
-        tokenizer = pad and TOKENIZERS[pad]()
-        model = make(name, tokenizer)
+        tokenizer, member = TOKENIZERS[pad](), contract.CLASSES[name]
+        model, head = member.make(torch.float32, vocab_size=len(tokenizer)), member.head.removeprefix("For")
         if pad == "added":
             tokenizer.add_special_tokens({"pad_token": "[PAD]"})
             model.resize_token_embeddings(len(tokenizer))
         if model.config.is_encoder_decoder and pad == "0":  # as T5 and Marian do
             model.config.decoder_start_token_id = tokenizer.pad_token_id
-        if name.endswith(contract.DECODERS):
+        if member.head in contract.DECODERS:
             check_steps(model)
-        folder, rows = tmp_path_factory.mktemp("run"), examples(name, tokenizer)
+        folder, rows = tmp_path_factory.mktemp("run"), examples(head, tokenizer)
         trainers = {True: (Seq2SeqTrainer, Seq2SeqTrainingArguments), False: (Trainer, TrainingArguments)}
         kind, options = trainers[model.config.is_encoder_decoder]
         arguments = options(str(folder), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True)
-        collator = collators(name, model, tokenizer)
+        collator = collator_of(head, model, tokenizer)
         trainer = kind(model, arguments, collator, train_dataset=rows, processing_class=tokenizer)
         assert trainer.args.optim == "adamw_torch_fused"
         before = {name: value.clone() for name, value in model.named_parameters()}
@@ -213,7 +188,7 @@ def test_saved_folders_compute_the_same(name, pad, trained):
         ours, theirs = model(**batch), again(**batch)
     assert ours.loss.isfinite() and not again.training
     torch.testing.assert_close(dict(theirs.items()), dict(ours.items()))
-    if name.endswith(contract.DECODERS):
+    if contract.CLASSES[name].head in contract.DECODERS:
         check_steps(model)
 
 
@@ -224,7 +199,8 @@ def test_saved_folders_without_the_package(pairs, trained, tmp_path):
     for name, pad in pairs:
         model, folder, batch = trained(name, pad)
         classes = {kind: auto for auto, kind in auto_classes(type(model.config)).items()}
-        own = f"{CODE_FOLDER}/auto_{model.config.model_type}.{name}"  # SequencePairClassification has no Auto class
+        # SequencePairClassification has no Auto class.
+        own = f"{CODE_FOLDER}/auto_{model.config.model_type}.{type(model).__name__}"
         auto_class = classes.get(type(model), own)
         result = client(outputs, folder, auto_class, lists(batch), trust_remote_code=True)
         check_outputs(result, model, batch)
