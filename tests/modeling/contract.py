@@ -132,8 +132,9 @@ PADDED = ("right", "left", "gaps", "inferred")  # "inferred": on the right, with
 PADDING_FREE = ("position_ids", "cu_seq_lens", "seq_idx", "two rows", "every")
 MASKS = {"right": torch.bool, "left": torch.long, "gaps": torch.half}  # the types of masks
 # "device": masks whose values are expensive to read, as on a GPU. "embeddings": with NaN at padding. "loaded": from a
-# saved folder.
-WAYS = ("dense", "device", "unpadded", "eager", "recorded", "embeddings", "checkpointed", "loaded")
+# saved folder. "padding token": also with another padding token, which the model has no embedding for.
+WAYS = ("dense", "device", "unpadded", "eager", "recorded", "embeddings", "checkpointed", "loaded", "padding token")
+PADDING_TOKEN = 99
 # Infinities may also result from finite numbers, for example from uninitialized memory.
 DIRT = [float("nan"), float("inf"), float("-inf"), 3e38, -1e15]
 
@@ -237,6 +238,11 @@ def collate(member: Member, batch: Batch) -> tuple[dict[str, torch.Tensor], torc
             mask = masks[side]
             mask = mask[:, None].expand(-1, 2, -1) if dim else mask
             inputs[mask_of(name)] = mask.to(MASKS.get(batch.layout, torch.int32))
+    ids = inputs.get("input_ids")
+    if (
+        batch.layout == "gaps" and ids is not None and "token_type_ids" not in inputs
+    ):  # as BERT's tokenizer returns them
+        inputs["token_type_ids"] = torch.zeros_like(ids).masked_fill(inputs["attention_mask"] == 0, 9)
     for name in rows[0][1]:
         inputs[name] = torch.tensor([others[name] for _, others in rows])
         if name.endswith("positions"):
@@ -351,7 +357,9 @@ def prepare(member: Member, batch: Batch, way: str, **more: Any) -> torch.nn.Mod
         model.train().gradient_checkpointing_enable()
         for module in model.modules():
             module.train(not isinstance(module, (torch.nn.Dropout, torch.nn.BatchNorm1d)) and module.training)
-    if way == "loaded":
+    if way in ("loaded", "padding token"):
+        model = copy.deepcopy(model)
+        model.config.pad_token_id = PADDING_TOKEN if way == "padding token" else 1
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             model = type(model).from_pretrained(folder, dtype=torch.float64).eval()
@@ -377,7 +385,11 @@ def run_batch(member: Member, batch: Batch, way: str = "dense", **more: Any) -> 
     model = prepare(member, batch, way, **more)
     if batch.layout in PADDING_FREE:
         return run(model, *pack(member, batch), of_rows=False)
+    if way == "embeddings" and batch.layout == "inferred":  # a mask cannot be inferred
+        batch = batch._replace(layout="right")
     inputs, kept = collate(member, batch)
+    if way == "padding token" and batch.layout == "inferred":
+        inputs |= {name: x.masked_fill(x == 1, PADDING_TOKEN) for name, x in inputs.items() if "input_ids" in name}
     with on_device(way == "device"):
         return run(model, embed(model, inputs) if way == "embeddings" else inputs, kept, **recorded(way))
 

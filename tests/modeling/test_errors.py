@@ -137,7 +137,8 @@ INPUTS = {
     "longer than Mega's table": (MEGA, "8 positions, got 9", call()),
     "longer than the legacy table": (MEGA, "8 positions, got 9", call()),
     "longer than the table": (LUNA, "length 49 exceeds the 48", call(lengths=(49, 3))),
-    "another type": (ENCODERS, "no type embeddings; omit them", call(token_type_ids=ones(2, 9))),
+    "another type": (CAUSAL, "no type embeddings; omit them", lambda m: run(m, token_type_ids=ones(2, 5))),
+    "a type below 0": (READERS, "no type embeddings; omit them", call(token_type_ids=-ones(2, 9))),
     "types of another shape": (ENCODERS, "`token_type_ids` must have the shape", call(token_type_ids=0 * ones(2, 8))),
 }  # fmt: skip
 PADDING_FREE = {

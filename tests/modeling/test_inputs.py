@@ -147,21 +147,6 @@ def test_channels(family, tmp_path):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", CLASSES)
-def test_token_types_of_zero(name):
-    """Models without type embeddings accept only types of 0, which BERT's tokenizer returns; padding has any type."""
-    member = CLASSES[name]
-    model, (inputs, _) = member.make(), collate(member, Batch("left"))
-    inputs = {name: x for name, x in inputs.items() if name.endswith(("ids", "mask"))}
-    expected, mask = model(**inputs)[0], inputs["attention_mask"]
-    for types in (torch.zeros_like(inputs["input_ids"]), torch.where(mask == 0, 9, 0).int()):
-        assert model(**inputs, token_type_ids=types)[0].equal(expected)
-    for types in (mask.long(), -mask.long()):
-        with pytest.raises(ValueError, match="no type embeddings; omit them"):
-            model(**inputs, token_type_ids=types)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("name", ["luna types", "luna types of choices", "mega types"])
 def test_token_types(name):
     """Types are embeddings: 0 is the default, other ones change the result, and those that do not exist raise."""

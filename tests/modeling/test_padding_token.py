@@ -1,4 +1,7 @@
-"""`pad_token_id` only says which tokens are padding: it can change at any time, for all classes and in folders."""
+"""`pad_token_id` only says which tokens are padding: it can change at any time, for all classes and in folders.
+
+`test_contract.py` changes it to a token that the model does not have.
+"""
 
 import copy
 import json
@@ -7,42 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel, DataCollatorForSeq2Seq
 
-from tests.marks import diagonal
 from tests.modeling import contract, decoders, luna
 from tests.modeling.contract import CLASSES, Batch
 from tests.modeling.decoders import make_plain, source
 
 LABELS = torch.tensor([[9, 12, 10, 2], [11, 2, -100, -100], [-100, 13, 14, 2]])
 ENCODED = pytest.mark.parametrize("family", decoders.TRANSLATING)
-# "outside": the tokenizer has more tokens than the model; "added": and the model was resized.
-PADS = {"another": 25, "end": 2, "outside": 99, "added": None, "none": None, "first": 0}
-
-
-@pytest.mark.parametrize("name, kind", diagonal(CLASSES, PADS))
-def test_it_may_change_at_any_time(name, kind, tmp_path):
-    """Results do not depend on the token, and equal those of the saved model and of one that is loaded with it."""
-    member, pad = CLASSES[name], PADS[kind]
-    ambiguous = kind == "none" or (kind == "end" and member.head in contract.DECODERS)
-    model, batch = member.make(), Batch("right" if ambiguous else "inferred")
-    if kind == "added":
-        pad = model.config.vocab_size
-        model.resize_token_embeddings(pad + 1)
-    inputs, kept = contract.collate(member, batch)
-    expected = contract.run(model, inputs, kept)
-
-    def check(model, pad):
-        padded = {} if ambiguous else {name: x.masked_fill(x == 1, pad) for name, x in inputs.items() if "ids" in name}
-        contract.compare(contract.run(model, inputs | padded, kept), expected)
-
-    model = copy.deepcopy(model)
-    model.config.pad_token_id = pad
-    model.config.eos_token_id = pad if kind == "end" else 24
-    if model.config.is_encoder_decoder:
-        assert {side.config.pad_token_id for side in (model.get_encoder(), model.get_decoder())} == {pad}
-    check(model, pad)
-    model.save_pretrained(tmp_path)
-    check(type(model).from_pretrained(tmp_path, dtype=torch.float64), pad)
-    check(type(model).from_pretrained(tmp_path, dtype=torch.float64, pad_token_id=3), 3)
 
 
 @pytest.mark.parametrize("name", CLASSES)
