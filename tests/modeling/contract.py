@@ -132,8 +132,10 @@ PADDED = ("right", "left", "gaps", "inferred")  # "inferred": on the right, with
 PADDING_FREE = ("position_ids", "cu_seq_lens", "seq_idx", "two rows", "every")
 MASKS = {"right": torch.bool, "left": torch.long, "gaps": torch.half}  # the types of masks
 # "device": masks whose values are expensive to read, as on a GPU. "embeddings": with NaN at padding. "loaded": from a
-# saved folder. "padding token": also with another padding token, which the model has no embedding for.
+# saved folder. "padding token": also with another padding token, which the model has no embedding for. "empty": into
+# memory without values.
 WAYS = ("dense", "device", "unpadded", "eager", "recorded", "embeddings", "checkpointed", "loaded", "padding token")
+WAYS += ("empty",)
 PADDING_TOKEN = 99
 # Infinities may also result from finite numbers, for example from uninitialized memory.
 DIRT = [float("nan"), float("inf"), float("-inf"), 3e38, -1e15]
@@ -322,11 +324,27 @@ def run(
     if (states := results.get("last_hidden_state")) is not None and "attention_mask" in inputs:
         assert not states[~kept.any(dim=1)].any()  # of rows without a token
     results = {name: x[kept] if x.shape[:2] == kept.shape else x for name, x in results.items()}
+    for name in ("attentions", "decoder_attentions", "cross_attentions"):
+        for number, weights in enumerate(output.get(name) or ()):
+            if len(weights) == len(kept):  # not of pairs and choices
+                results[f"{name} {number}"] = weights_of(weights, kept)
     loss = output.get("loss")
     loss = sum(x.sin().sum() for x in results.values()) if loss is None else loss
     loss.backward()
     gradients = {name: x.grad.to("cpu", copy=True) for name, x in model.named_parameters() if x.grad is not None}
     return loss.detach().double().cpu(), gradients, {name: x.detach().cpu() for name, x in results.items()}
+
+
+def weights_of(weights: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Return the sums of the squared weights of each token, `[kept tokens, heads]`, which no masked key has.
+
+    Weights are `[B, heads, T, keys]`, or in chunks `[B, (heads,) chunks, c, c]`, indexed by the number of the token.
+    """
+    sums = weights.square().sum(-1)
+    if sums.dim() == 3 and sums.shape[2] == kept.shape[1]:
+        return sums.transpose(1, 2)[kept]
+    sums = (sums if sums.dim() == 4 else sums[:, None]).flatten(2).transpose(1, 2)
+    return sums[torch.arange(sums.shape[1]) < kept.sum(1, keepdim=True)]
 
 
 def expected(member: Member, batch: Batch, model: torch.nn.Module, **options: Any) -> tuple[Any, ...]:
@@ -357,6 +375,15 @@ def prepare(member: Member, batch: Batch, way: str, **more: Any) -> torch.nn.Mod
         model.train().gradient_checkpointing_enable()
         for module in model.modules():
             module.train(not isinstance(module, (torch.nn.Dropout, torch.nn.BatchNorm1d)) and module.training)
+    if way == "empty":
+        with torch.device("meta"):
+            empty = type(model)(model.config).to(torch.float64)
+        empty = empty.to_empty(device="cpu")
+        for tensor in (*empty.parameters(), *empty.buffers()):
+            tensor.data.fill_(99)
+        empty.tie_weights()
+        empty.load_state_dict(model.state_dict())
+        model = empty.eval()
     if way in ("loaded", "padding token"):
         model = copy.deepcopy(model)
         model.config.pad_token_id = PADDING_TOKEN if way == "padding token" else 1

@@ -7,8 +7,7 @@ from torch.utils.checkpoint import checkpoint
 
 from luna_mega import MegaConfig, MegaForCausalLM
 from luna_mega.modeling_mega.modeling_mega import MegaDropout, build_norm
-from tests.modeling import decoders, mega
-from tests.modeling.contract import CLASSES, Batch, collate, on_device
+from tests.modeling import mega
 from tests.modeling.luna import tokens
 
 NORMS = ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm")
@@ -171,44 +170,6 @@ def test_original_omits_one_word_of_a_tail():
     left_out = sum(log_probabilities[0, t, word] - classes[t, 10 + tail] for t, word, tail in ((0, 11, 0), (2, 21, 1)))
     difference = 5 * (model(ids, labels=ids).loss - legacy(ids, labels=ids).loss)
     torch.testing.assert_close(difference, -left_out)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("chunks, device", [(False, True), (True, False), (True, True)])
-def test_recorded_weights_are_in_the_order_of_the_batch(chunks, device):
-    member = CLASSES["mega Model"]
-    model = member.make(**{"use_chunking": True, "chunk_size": 4} if chunks else {})
-    inputs, mask = collate(member, Batch("gaps", (12, 9, 5, 2, 0)))
-    with on_device(device):
-        output = model(**inputs, output_attentions=True)
-    for row, kept in enumerate(mask[:-1]):
-        separate = model(inputs["input_ids"][row, kept][None], output_attentions=True)
-        for got, reference in zip(output.attentions, separate.attentions, strict=True):
-            torch.testing.assert_close(reference.sum(-1).flatten()[: kept.sum()], torch.ones(kept.sum()).double())
-            if chunks:  # within chunks, weights are indexed by the position in the sequence
-                size = min(reference.shape[-1], int(kept.sum()))
-                torch.testing.assert_close(got[row, 0, :size, :size], reference[0, 0, :size, :size])
-            else:
-                torch.testing.assert_close(got[row, 0][kept][:, kept], reference[0, 0])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["mega seq2seq: softmax", "mega seq2seq: relu2 chunks"])
-def test_recorded_states_of_mega(name):
-    """`test_contract.py` compares results with and without recorded states."""
-    model = decoders.make(name)
-    ids, mask = decoders.padded([11, 17, 6], 17, "left")
-    inputs = decoders.source(model, 3, "left") | decoders.target(model, ids, mask)
-    recorded = model(**inputs, output_attentions=True, output_hidden_states=True, use_cache=False)
-    decoder, layers = model.config.decoder_config, model.config.num_hidden_layers
-    counts = {"cross_attentions": 0, "decoder_attentions": 0, "decoder_hidden_states": 1}
-    assert {name: len(recorded[name]) - decoder.num_hidden_layers for name in counts} == counts
-    assert (len(recorded.encoder_attentions), len(recorded.encoder_hidden_states)) == (layers, layers + 1)
-    for weights in recorded.cross_attentions:
-        assert weights.shape == (3, 1, 17, 13)
-        assert not weights.permute(0, 3, 1, 2)[inputs["attention_mask"] == 0].any()
-        if decoder.attention_activation == "softmax":
-            torch.testing.assert_close(weights.sum(-1), torch.ones(3, 1, 17).double())
 
 
 def test_feature_dropout_drops_channels():

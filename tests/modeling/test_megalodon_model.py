@@ -8,26 +8,6 @@ from tests.modeling.decoders import padded
 from tests.modeling.megalodon_decoders import make
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("fields", [{}, {"num_attention_heads": 1, "chunk_size": 5}], ids=["heads", "one head"])
-def test_attention_weights(fields):
-    model = make(**fields)
-    (ids, mask), config = padded([13, 6], 13, "left"), model.config
-    with torch.enable_grad():  # gradients flow through the returned weights
-        output = model(ids, mask, use_cache=False, output_attentions=True)
-        assert all(x.any() for x in torch.autograd.grad(output.logits.sin().sum(), output.attentions))
-    given = model(ids, mask, use_cache=False, output_attentions=True)
-    model.set_attn_implementation("eager")
-    eager = model(ids, mask)
-    torch.testing.assert_close(given.logits[mask.bool()], eager.logits[mask.bool()])
-    size = config.chunk_size
-    for weights in given.attentions:
-        assert weights.shape == (2, config.num_attention_heads, -(-13 // size), size, size)
-        assert not weights.triu(1).any()
-        sums = weights.sum(-1)[1].flatten(1)  # chunks start at the first token
-        torch.testing.assert_close(sums[:, :6], torch.ones_like(sums[:, :6]))
-
-
 def test_dropout_on_attention_drops_weights():
     """Dropout applies to weights, as in the original's eager path; its fused path drops keys and renormalizes."""
     model = make(attention_probs_dropout_prob=0.5, chunk_size=8).train()

@@ -33,22 +33,6 @@ def inputs_of(name):
     return collate(MEMBERS[name], Batch("right", (9, 4)))[0]
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_weights_are_loaded_into_empty_memory(name):
-    model = make(name)
-    with torch.device("meta"):
-        empty = type(model)(model.config)
-    empty = empty.to_empty(device="cpu")
-    for tensor in (*empty.parameters(), *empty.buffers()):
-        tensor.data.fill_(99)
-    empty.tie_weights()
-    empty.load_state_dict(model.state_dict())
-    assert [*dict(empty.named_parameters())] == [*dict(model.named_parameters())]
-    with torch.no_grad():
-        results = [each.eval()(**inputs_of(name)) for each in (model, empty)]
-    torch.testing.assert_close(*(result["loss" if "loss" in result else 0] for result in results))
-
-
 @pytest.mark.parametrize("name", slow_but(["mega adaptive", "mega: laplace chunks"], SOME))
 def test_a_fake_model(name):
     """Results of a model that is constructed and trained under `FakeTensorMode` have their shapes and dtypes."""
