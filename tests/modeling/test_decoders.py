@@ -153,16 +153,6 @@ def test_defaults_names_and_methods_of_a_cache(family, with_encoder):
     torch.testing.assert_close(model(**inputs, cache=cache).logits, model(**inputs).logits)
 
 
-@torch.no_grad()
-def test_a_row_without_new_tokens_continues():
-    """It is not empty: other rows keep their results, and its cache continues."""
-    model, (ids, mask) = make_plain("luna"), padded([6, 6], 6, "right")
-    mask[1, 4:] = 0
-    cache = model(ids[:, :4], mask[:, :4], use_cache=True).cache
-    later = model(ids[:, 4:], mask, cache=cache, use_cache=True).logits
-    torch.testing.assert_close(later[0], model(ids, use_cache=False).logits[0, 4:])
-
-
 def optimize(model, rng, loss):
     loss.backward()
     rng.choice([torch.optim.AdamW, torch.optim.SGD])(model.parameters(), 0.05, fused=True).step()

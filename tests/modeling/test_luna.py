@@ -30,15 +30,11 @@ def test_prefix_as_projection():
     ids, mask = padded([7, 3], 7, "left")
     complete = model(ids, mask, **prefix, output_attentions=True)
     assert (complete.logits - model(ids, mask).logits).abs().max() > 0.01
-    first = model(ids[:, :4], mask[:, :4], **prefix, use_cache=True, output_attentions=True)
-    second = model(ids[:, 4:], mask, cache=copy.deepcopy(first.cache), output_attentions=True)
+    assert not complete.attentions[0][1, :, :, 3:].any()  # masked rows of P
+    first = model(ids[:, :4], mask[:, :4], **prefix, use_cache=True)
+    second = model(ids[:, 4:], mask, cache=copy.deepcopy(first.cache))
     cached = torch.cat([first.logits, second.logits], 1)
     torch.testing.assert_close(cached[mask.bool()], complete.logits[mask.bool()])
-    kept = mask[:, None].expand(2, 4, 7).bool()
-    for weights, *parts in zip(complete.attentions, first.attentions, second.attentions, strict=True):
-        assert weights.shape == (2, 4, 7, 6) and (weights[1, :, :, 3:] == 0).all()
-        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 7).double())
-        torch.testing.assert_close(torch.cat(parts, dim=2)[kept], weights[kept])
     # The cache contains P already, so that a new one is ignored.
     again = model(ids[:, 4:], mask, cache=first.cache, **prefix)
     torch.testing.assert_close(again.logits, second.logits)
@@ -80,11 +76,11 @@ def test_cache_of_another_projection_length():
 @torch.no_grad()
 @pytest.mark.parametrize("pre_norm", [False, True])
 def test_recorded_states_of_luna(pre_norm):
+    """States of P are recorded, and weights in both directions; `test_contract.py` compares those of tokens."""
     model = plain(pre_norm=pre_norm, num_decoder_layers=3, num_decoder_pack_attention_heads=2)
     inputs = source(model, 3) | target(model, padded([5, 4, 2], 5, "right")[0])
     options = {f"output_{name}": True for name in ("hidden_states", "attentions", "packed_attentions")}
-    output = model(**inputs, **options)
-    torch.testing.assert_close(output.logits, model(**inputs).logits)
+    output, encoded = model(**inputs, **options), model.get_encoder()(**source(model, 3), **options)
     for states, layers, length in (
         (output.encoder_hidden_states, 2, 13),
         (output.decoder_hidden_states, 3, 5),
@@ -93,18 +89,15 @@ def test_recorded_states_of_luna(pre_norm):
     ):
         assert [state.shape for state in states] == [(3, length, 24)] * (layers + 1)
     assert torch.equal(output.packed_hidden_states[0], output.encoder_packed_hidden_states[-1])
-    encoded = model.get_encoder()(**source(model, 3), **options)
     torch.testing.assert_close(encoded.packed_hidden_states[-1], encoded.packed_last_hidden_state)
     for weights, layers, shape in (
         (encoded.packed_attentions, 2, (3, 4, 6, 13)),
         (output.encoder_attentions, 2, (3, 4, 13, 6)),
-        (output.decoder_attentions, 3, (3, 4, 5, 6)),
-        (output.cross_attentions, 3, (3, 4, 5, 6)),
         (output.cross_packed_attentions, 3, (3, 2, 6, 13)),
     ):
         assert [x.shape for x in weights] == [shape] * layers
-        assert shape[2] == 13 or all(torch.allclose(x.sum(-1), torch.ones_like(x.sum(-1))) for x in weights)
         if shape[3] == 13:  # over the source
+            assert all(torch.allclose(x.sum(-1), torch.ones_like(x.sum(-1))) for x in weights)
             assert not any(x.transpose(1, 3)[inputs["attention_mask"] == 0].any() for x in weights)
 
 

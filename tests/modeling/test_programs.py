@@ -47,11 +47,9 @@ def compiled(model, sample):
     return program
 
 
-def check(way, name, lengths, attention=None):
+def check(way, name, lengths):
     """Check that a program made from texts of these lengths equals the model for other lengths, and without tokens."""
     model = make(name)
-    if attention is not None:
-        model.set_attn_implementation(attention)
     model.config.return_dict = model.config.use_cache = False
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -67,7 +65,15 @@ def check(way, name, lengths, attention=None):
 
 
 LENGTHS = {"short": lambda last: [3, 2], "long": lambda last: [last + 2, 2]}
-WAYS = {"exported": export, "compiled": compiled}
+
+
+def export_eager(model, sample):
+    model.set_attn_implementation("eager")
+    return export(model, sample)
+
+
+WAYS = {"exported": export, "compiled": compiled, "exported, eager": export_eager}
+EAGER = [("luna fixed length", "short", "exported, eager"), ("mega ForMaskedLM", "long", "exported, eager")]
 # One case for each model, a third of which is slow; the others are checked every week.
 ONE_EACH = [(name, [*LENGTHS][i % 2], [*WAYS][i // 2 % 2]) for i, name in enumerate(MODELS)]
 
@@ -77,15 +83,9 @@ def test_an_exported_program():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, lengths, way", weekly_but(ONE_EACH[::3], ONE_EACH))
+@pytest.mark.parametrize("name, lengths, way", weekly_but([*ONE_EACH[::3], *EAGER], ONE_EACH + EAGER))
 def test_programs(name, lengths, way):
     check(WAYS[way], name, LENGTHS[lengths])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "lengths"), [("luna fixed length", "short"), ("mega ForMaskedLM", "long")])
-def test_exported_programs_with_eager_attention(name, lengths):
-    check(export, name, LENGTHS[lengths], "eager")
 
 
 @pytest.mark.slow
