@@ -47,12 +47,14 @@ def test_prefix_as_projection():
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["luna Model", "luna decoder"])
 def test_selected_states_of_the_packed_sequence(name):
-    """`output_hidden_states` selects the same layers in P as in the tokens."""
+    """`output_hidden_states` selects the same layers in P as in the tokens, for which transformers does it."""
     model = CLASSES[name].make()
-    everything, output = (model(IDS, output_hidden_states=selection) for selection in (True, [0, -1]))
-    for name in ("hidden_states", "packed_hidden_states"):
-        assert [state is not None for state in output[name]] == [True, False, True]
-        assert all(torch.equal(output[name][index], everything[name][index]) for index in (0, -1))
+    everything = model(IDS, output_hidden_states=True).packed_hidden_states
+    for selection in (2, [0, -1], [1, 3], [-4, -3]):
+        output = model(IDS, output_hidden_states=selection)
+        kept = [state is not None for state in output.hidden_states]
+        assert any(kept) and [state is not None for state in output.packed_hidden_states] == kept
+        assert all(torch.equal(output.packed_hidden_states[i], everything[i]) for i in range(3) if kept[i])
 
 
 @torch.no_grad()
