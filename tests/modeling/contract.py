@@ -13,7 +13,6 @@ import pickle
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -77,8 +76,6 @@ CLASSES = {f"{family} {head}": Member(family, head) for family in ("luna", "mega
 CLASSES |= {f"megalodon {head}": Member("megalodon", head) for head in ("Model", "ForSequenceClassification")}
 CLASSES |= {f"{family} decoder": Member(family, "ForCausalLM") for family in decoders.FAMILIES}
 CLASSES |= {f"{family} seq2seq": Member(family, "ForConditionalGeneration") for family in decoders.TRANSLATING}
-# The same in float32: functions of additional fields.
-FACTORIES = {name: partial(member.make, torch.float32) for name, member in CLASSES.items()}
 MEMBERS = CLASSES | {
     f"{family} {name}": Member(family, "ForMaskedLM", fields)
     for family, module in (("luna", luna), ("mega", mega))
@@ -99,11 +96,22 @@ MEMBERS |= {
 MEMBERS |= {
     "luna types": Member("luna", "ForTokenClassification", TYPES),
     "luna types of choices": Member("luna", "ForMultipleChoice", TYPES),
+    "luna narrow": Member("luna", "ForMaskedLM", {"embedding_size": 10}),
     "luna sparse": Member("luna", "ForMaskedLM", {"sparse_prediction": True}),
     "luna pairs": Member("luna", "ForSequencePairClassification", INTERACTION),
     "luna values": Member("luna", "ForTokenClassification", luna.VALUES),
     "luna channels, mean": Member("luna", "ForSequenceClassification", luna.VALUES | CHANNELS | {"pooling": "mean"}),
     "mega adaptive": Member("mega", "ForCausalLM", ADAPTIVE),
+    "mega legacy table": Member(
+        "mega",
+        "ForMaskedLM",
+        {"relative_positional_bias": "simple", "legacy_bias_table": True, "chunk_size": 16, "max_positions": 20},
+    ),
+    "mega odd width": Member(
+        "mega", "Model", CHUNKS | {"relative_positional_bias": "simple", "shared_representation_size": 13}
+    ),
+    "mega sparse": Member("mega", "ForMaskedLM", {"sparse_prediction": True}),
+    "mega types": Member("mega", "ForQuestionAnswering", {"add_token_type_embeddings": True, "type_vocab_size": 3}),
     "mega values, mean": Member("mega", "ForSequenceClassification", mega.VALUES),
     "mega channels, chunks": Member(
         "mega", "ForTokenClassification", mega.VALUES | CHANNELS | mega.VARIANTS["laplace chunks"]
@@ -120,10 +128,15 @@ MEMBERS |= {
 # Batches -------------------------------------------------------------------------------------------------------------
 
 PADDED = ("right", "left", "gaps", "inferred")  # "inferred": on the right, without a mask
-PADDING_FREE = ("position_ids", "cu_seq_lens", "seq_idx", "two rows")  # the arguments that separate the sequences
+# The arguments that separate the sequences; "every": those that the collator of transformers can return together.
+PADDING_FREE = ("position_ids", "cu_seq_lens", "seq_idx", "two rows", "every")
+MASKS = {"right": torch.bool, "left": torch.long, "gaps": torch.half}  # the types of masks
 # "device": masks whose values are expensive to read, as on a GPU. "embeddings": with NaN at padding. "loaded": from a
-# saved folder.
-WAYS = ("dense", "device", "unpadded", "eager", "recorded", "embeddings", "checkpointed", "loaded")
+# saved folder. "padding token": also with another padding token, which the model has no embedding for. "empty": into
+# memory without values.
+WAYS = ("dense", "device", "unpadded", "eager", "recorded", "embeddings", "checkpointed", "loaded", "padding token")
+WAYS += ("empty",)
+PADDING_TOKEN = 99
 # Infinities may also result from finite numbers, for example from uninitialized memory.
 DIRT = [float("nan"), float("inf"), float("-inf"), 3e38, -1e15]
 
@@ -225,7 +238,13 @@ def collate(member: Member, batch: Batch) -> tuple[dict[str, torch.Tensor], torc
         inputs[name.replace("decoder_labels", "labels")] = torch.stack(filled)
         if mask_of(name) and not inferred:
             mask = masks[side]
-            inputs[mask_of(name)] = (mask[:, None].expand(-1, 2, -1) if dim else mask).long()
+            mask = mask[:, None].expand(-1, 2, -1) if dim else mask
+            inputs[mask_of(name)] = mask.to(MASKS.get(batch.layout, torch.int32))
+    ids = inputs.get("input_ids")
+    if (
+        batch.layout == "gaps" and ids is not None and "token_type_ids" not in inputs
+    ):  # as BERT's tokenizer returns them
+        inputs["token_type_ids"] = torch.zeros_like(ids).masked_fill(inputs["attention_mask"] == 0, 9)
     for name in rows[0][1]:
         inputs[name] = torch.tensor([others[name] for _, others in rows])
         if name.endswith("positions"):
@@ -239,12 +258,13 @@ def pack(member: Member, batch: Batch) -> tuple[dict[str, Any], torch.Tensor]:
     lengths, marker = batch.rows(), batch.layout
     rows = [row_of(member, row, length)[0] for row, length in enumerate(lengths)]
     inputs: dict[str, Any] = {name: torch.cat([row[name] for row in rows])[None] for name in rows[0]}
-    if marker == "cu_seq_lens":
-        inputs |= {"cu_seq_lens_q": torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)}
-        inputs["max_length_q"] = max(lengths)
-    elif marker == "seq_idx":
+    if marker in ("cu_seq_lens", "every"):
+        for side in ("q", "k") if marker == "every" else ("q",):
+            inputs[f"cu_seq_lens_{side}"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+            inputs[f"max_length_{side}"] = max(lengths)
+    if marker in ("seq_idx", "every"):
         inputs["seq_idx"] = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))[None]
-    else:
+    if marker in ("position_ids", "two rows", "every"):
         inputs["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
     if marker == "two rows":
         inputs = {name: x.view(2, -1, *x.shape[2:]) for name, x in inputs.items()}
@@ -304,11 +324,27 @@ def run(
     if (states := results.get("last_hidden_state")) is not None and "attention_mask" in inputs:
         assert not states[~kept.any(dim=1)].any()  # of rows without a token
     results = {name: x[kept] if x.shape[:2] == kept.shape else x for name, x in results.items()}
+    for name in ("attentions", "decoder_attentions", "cross_attentions"):
+        for number, weights in enumerate(output.get(name) or ()):
+            if len(weights) == len(kept):  # not of pairs and choices
+                results[f"{name} {number}"] = weights_of(weights, kept)
     loss = output.get("loss")
     loss = sum(x.sin().sum() for x in results.values()) if loss is None else loss
     loss.backward()
     gradients = {name: x.grad.to("cpu", copy=True) for name, x in model.named_parameters() if x.grad is not None}
     return loss.detach().double().cpu(), gradients, {name: x.detach().cpu() for name, x in results.items()}
+
+
+def weights_of(weights: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Return the sums of the squared weights of each token, `[kept tokens, heads]`, which no masked key has.
+
+    Weights are `[B, heads, T, keys]`, or in chunks `[B, (heads,) chunks, c, c]`, indexed by the number of the token.
+    """
+    sums = weights.square().sum(-1)
+    if sums.dim() == 3 and sums.shape[2] == kept.shape[1]:
+        return sums.transpose(1, 2)[kept]
+    sums = (sums if sums.dim() == 4 else sums[:, None]).flatten(2).transpose(1, 2)
+    return sums[torch.arange(sums.shape[1]) < kept.sum(1, keepdim=True)]
 
 
 def expected(member: Member, batch: Batch, model: torch.nn.Module, **options: Any) -> tuple[Any, ...]:
@@ -339,7 +375,18 @@ def prepare(member: Member, batch: Batch, way: str, **more: Any) -> torch.nn.Mod
         model.train().gradient_checkpointing_enable()
         for module in model.modules():
             module.train(not isinstance(module, (torch.nn.Dropout, torch.nn.BatchNorm1d)) and module.training)
-    if way == "loaded":
+    if way == "empty":
+        with torch.device("meta"):
+            empty = type(model)(model.config).to(torch.float64)
+        empty = empty.to_empty(device="cpu")
+        for tensor in (*empty.parameters(), *empty.buffers()):
+            tensor.data.fill_(99)
+        empty.tie_weights()
+        empty.load_state_dict(model.state_dict())
+        model = empty.eval()
+    if way in ("loaded", "padding token"):
+        model = copy.deepcopy(model)
+        model.config.pad_token_id = PADDING_TOKEN if way == "padding token" else 1
         with tempfile.TemporaryDirectory() as folder:
             model.save_pretrained(folder)
             model = type(model).from_pretrained(folder, dtype=torch.float64).eval()
@@ -365,7 +412,11 @@ def run_batch(member: Member, batch: Batch, way: str = "dense", **more: Any) -> 
     model = prepare(member, batch, way, **more)
     if batch.layout in PADDING_FREE:
         return run(model, *pack(member, batch), of_rows=False)
+    if way == "embeddings" and batch.layout == "inferred":  # a mask cannot be inferred
+        batch = batch._replace(layout="right")
     inputs, kept = collate(member, batch)
+    if way == "padding token" and batch.layout == "inferred":
+        inputs |= {name: x.masked_fill(x == 1, PADDING_TOKEN) for name, x in inputs.items() if "input_ids" in name}
     with on_device(way == "device"):
         return run(model, embed(model, inputs) if way == "embeddings" else inputs, kept, **recorded(way))
 

@@ -55,15 +55,6 @@ def with_each(names, *others, slow=2, fast=None, weekly=False):
     return slow_but([row for row in rows[: len(names)] if fast is None or row[0] in fast], rows) + weekly_but([], left)
 
 
-def tables(name, length):
-    """Return the fields by which the model with this name has tables of `length` positions, if it has any."""
-    if name.startswith("megalodon"):
-        return {}
-    if name.startswith("luna"):
-        return {"max_position_embeddings": length}
-    return {"max_positions": length} | ({"decoder_max_positions": length} if "seq2seq" in name else {})
-
-
 def make(name, **fields):
     """Return the model with this name in `DECODERS`; `fields` override its configuration."""
     family, shape = DECODERS[name]

@@ -95,16 +95,3 @@ def labels(head, inputs):
     if head in ("ForMaskedLM", "ForTokenClassification"):
         return {"labels": torch.arange(batch * length).reshape(batch, length) % 3}
     return {} if head == "Model" else {"labels": torch.arange(batch) % 2}
-
-
-def results(head, output, mask):
-    """Return the results that must not depend on padding or other rows: one tensor per sequence."""
-    if head == "Model":
-        tensors, kept = output.last_hidden_state, mask
-    elif head in ("ForMaskedLM", "ForTokenClassification"):
-        tensors, kept = output.logits, mask
-    elif head == "ForQuestionAnswering":
-        tensors, kept = torch.stack([output.start_logits, output.end_logits], dim=-1), mask
-    else:
-        return list(output.logits)
-    return [row[keep.bool()] for row, keep in zip(tensors, kept, strict=True)]

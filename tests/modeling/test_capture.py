@@ -8,41 +8,23 @@ from torch.utils._pytree import tree_leaves
 import luna_mega
 from luna_mega.kernels import _custom_operator, _export, api
 from tests.marks import diagonal
-from tests.modeling import decoders
-from tests.modeling.decoders import (
-    DECODER_ONLY,
-    SOME,
-    make,
-    make_plain,
-    padded,
-)
+from tests.modeling.contract import CLASSES, Batch, collate, pack
+from tests.modeling.decoders import DECODER_ONLY, SOME, make, make_plain, padded
 
 pytestmark = pytest.mark.triton
-SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 64}
-LUNA = {"num_attention_heads": 2, "dropout": 0.1, "attention_dropout": 0.1}
-SHARED = {"shared_representation_size": 16, "dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
-MEGA, MEGALODON = SHARED, SHARED | {"value_size": 64, "chunk_size": 32}
-CAUSAL = {"is_decoder": True}
-MODELS = {
-    "LunaForMaskedLM": LUNA,
-    "LunaForSequenceClassification": LUNA,
-    "LunaForCausalLM": LUNA | CAUSAL,
-    "LunaForConditionalGeneration": LUNA,
-    "MegaForMaskedLM": MEGA,
-    "MegaForSequenceClassification": MEGA,
-    "MegaForCausalLM": MEGA | CAUSAL | {"bidirectional": False, "use_chunking": True, "chunk_size": 32},
-    "MegaForConditionalGeneration": MEGA,
-    "MegalodonForCausalLM": MEGALODON,
-}
+NAMES = [name for name in CLASSES if name.endswith(("MaskedLM", "SequenceClassification", "decoder", "seq2seq"))]
 
 
 class OnlyOnDevice(TorchDispatchMode):
-    """Fail if an operator reads or writes a device other than `meta`, on which reading a value fails as well."""
+    """Fail if an operator reads or writes a device other than `meta`, on which reading a value fails as well.
+
+    Kernels take numbers of the host as arguments.
+    """
 
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
         results = operator(*arguments, **(options or {}))
         tensors = [x for x in tree_leaves((arguments, options, results)) if isinstance(x, torch.Tensor)]
-        assert all(x.is_meta for x in tensors), f"{operator} uses the memory of the host"
+        assert all(x.is_meta or not x.dim() for x in tensors), f"{operator} uses the memory of the host"
         return results
 
 
@@ -56,48 +38,28 @@ def on_meta(monkeypatch, triton_device):
         yield launches
 
 
-def build(name, **fields):
-    model = getattr(luna_mega, name)
-    with torch.device("meta"):
-        return model(model.config_class(**SIZES | MODELS[name] | fields))
+def to_meta(inputs):
+    return {name: x.to("meta") if torch.is_tensor(x) else x for name, x in inputs.items()}
 
 
-def tokens(*shape):
-    return torch.empty(shape, dtype=torch.long, device="meta")
-
-
-@pytest.mark.parametrize("name, masked", diagonal(MODELS, [False, True]))
-def test_training_steps(name, masked, on_meta):
-    model, ids = build(name).train(), tokens(2, 64)
-    labels = tokens(2) if "Classification" in name else ids
-    inputs = {"input_ids": ids, "labels": labels} | ({"attention_mask": tokens(2, 64)} if masked else {})
+@pytest.mark.parametrize(
+    "name, layout",
+    diagonal(NAMES, ["inferred", "left"])
+    + [(name, "cu_seq_lens") for name in NAMES if name.endswith(("MaskedLM", "decoder"))],
+)
+def test_training_steps_and_inference(name, layout, on_meta):
+    member, batch = CLASSES[name], Batch(layout)
+    inputs = to_meta((pack if layout == "cu_seq_lens" else collate)(member, batch)[0])
+    model = member.make(torch.float32, **member.tables(max(batch.lengths) + batch.extra)).to("meta").train()
+    if layout == "inferred":
+        inputs.pop("attention_mask", None)
     with OnlyOnDevice():
         model(**inputs).loss.backward()
-    assert len(on_meta) > 5
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if "Conditional" not in name and "Classif" not in name])
-def test_training_steps_of_padding_free_batches(name, on_meta):
-    model, ids = build(name).train(), tokens(1, 64)
-    bounds = torch.empty(4, dtype=torch.int32, device="meta")
-    with OnlyOnDevice():
-        model(input_ids=ids, labels=ids, cu_seq_lens_q=bounds, max_length_q=40).loss.backward()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["LunaForMaskedLM", "MegaForMaskedLM", "LunaForSequenceClassification"])
-def test_inference_of_encoders(name, on_meta):
-    model = build(name).eval()
-    with OnlyOnDevice():
-        model(input_ids=tokens(2, 64), attention_mask=tokens(2, 64))
-
-
-NAMES = [name for name in DECODER_ONLY if name in SOME]
-
-
-@pytest.fixture
-def decoder(name):
-    return make(name).float()
+        assert len(on_meta) > 5
+        if layout == "left":
+            with torch.no_grad():
+                del inputs["labels"]
+                model.eval()(**inputs)
 
 
 def static_cache(model, ids, mask, length=None):
@@ -107,36 +69,18 @@ def static_cache(model, ids, mask, length=None):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", NAMES)
-def test_decoding_steps(decoder, on_meta):
+@pytest.mark.parametrize("name", [name for name in DECODER_ONLY if name in SOME])
+def test_decoding_steps(name, on_meta):
+    model = make(name).float()
     with api.use_backend("torch"):
-        ids, mask = padded([7, 3], 7, "left")
-        cache = static_cache(decoder, ids, mask, 80)
-    model = decoder.to("meta")
+        cache = static_cache(model, *padded([7, 3], 7, "left"), 80)
+    model = model.to("meta")
     for layer in cache.layers:
         for field, tensor in layer.tensors.items():
             setattr(layer, field, tensor.to("meta"))
     with OnlyOnDevice():
-        model(tokens(2, 1), cache=cache)
+        model(torch.empty(2, 1, dtype=torch.long, device="meta"), cache=cache)
     assert on_meta
-
-
-@pytest.mark.slow
-@torch.no_grad()
-@pytest.mark.parametrize("name", decoders.weekly_but(["mega: laplace chunks"], NAMES))
-def test_compiled_steps(name):
-    """Compiled steps need at most two graphs: one, and one with a dynamic number of positions."""
-    torch.compiler.reset()
-    torch._dynamo.utils.counters.clear()
-    model, (ids, mask) = make(name), padded([7, 7], 7, "right")
-    caches = [static_cache(model, ids, mask, 20) for _ in range(2)]
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for token in torch.randint(3, 23, (5, 2, 1), generator=torch.Generator().manual_seed(0)):
-        expected, actual = (
-            run(token, cache=cache).logits for run, cache in zip((model, compiled), caches, strict=True)
-        )
-        torch.testing.assert_close(actual, expected)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
 @torch.no_grad()
@@ -150,6 +94,7 @@ def test_errors_of_static_caches():
     for length in (None, 4):
         with pytest.raises(ValueError, match="requires max_length of at least the 5 positions so far"):
             static_cache(model, ids, mask, length)
+    assert static_cache(model, ids[:, :1], mask[:, :1], 1).is_static
     cache = static_cache(model, ids, mask, 6)
     with pytest.raises(ValueError, match="supports one position per call"):
         model(ids[:, :2], cache=cache)
@@ -162,21 +107,23 @@ def test_errors_of_static_caches():
         model(ids[:, :1], cache=cache)
 
 
+IDS = torch.arange(3, 11).expand(2, 8)
+
+
 def encode(*names, **fields):
     """Return a function that runs a training step with the inputs of these names."""
-    ids = torch.arange(3, 11).expand(2, 8)
 
     def run():
-        model = luna_mega.LunaForMaskedLM(luna_mega.LunaConfig(**SIZES | LUNA | fields)).train()
-        model(ids, labels=ids, **{name: ids > 4 if name == "attention_mask" else ids for name in names})
+        model = CLASSES["luna ForMaskedLM"].make(torch.float32, **fields).train()
+        model(IDS, labels=IDS, **{name: IDS > 4 if name == "attention_mask" else IDS for name in names})
 
     return run
 
 
+@torch.no_grad()
 def step():
-    model = make("luna: elu, untied").eval()
-    with torch.no_grad():
-        model(torch.full((2, 1), 5), cache=model(torch.full((2, 4), 5), use_cache=True).cache)
+    model = make("luna: elu, untied")
+    model(IDS[:, :1], cache=model(IDS, use_cache=True).cache)
 
 
 def attend(**options):
@@ -184,25 +131,21 @@ def attend(**options):
     return lambda: api.gated_attention(x, x, x, None, function="softmax", backend="torch", **options)
 
 
-BOUNDS = torch.tensor([0, 3, 8], dtype=torch.int32)
+REJECTED = {
+    "sparse_prediction": encode(sparse_prediction=True),
+    "layerdrop": encode(layerdrop=0.1),
+    "unpad_inputs": encode("attention_mask", unpad_inputs=True),
+    "`position_ids`": encode("position_ids"),
+    "`seq_idx`": encode("seq_idx"),
+    "learned 6": encode(max_position_embeddings=6),
+    "dropout of attention weights in PyTorch": attend(dropout=0.1),
+    "without max_seqlen": attend(cu_seqlens=torch.tensor([0, 3, 8], dtype=torch.int32)),
+    "a cache whose tensors are replaced": step,
+}
 
 
-@pytest.mark.parametrize(
-    ("run", "what"),
-    [
-        (encode(sparse_prediction=True), "sparse_prediction"),
-        (encode(layerdrop=0.1), "layerdrop"),
-        (encode("attention_mask", unpad_inputs=True), "unpad_inputs"),
-        (encode("position_ids"), "`position_ids`"),
-        (encode("seq_idx"), "`seq_idx`"),
-        (encode(max_position_embeddings=6), "learned 6"),
-        (attend(dropout=0.1), "dropout of attention weights in PyTorch"),
-        (attend(cu_seqlens=BOUNDS), "without max_seqlen"),
-        (step, "a cache whose tensors are replaced"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_other_calls_are_rejected(run, what, monkeypatch):
+@pytest.mark.parametrize("what", REJECTED)
+def test_other_calls_are_rejected(what, monkeypatch):
     monkeypatch.setattr(_export, "is_capturing", lambda x: True)
     with pytest.raises(RuntimeError, match=f"a CUDA graph cannot contain .*{what}"):
-        run()
+        REJECTED[what]()

@@ -9,7 +9,7 @@ import torch
 from luna_mega import LunaModel, read_segments
 from luna_mega.modeling_common.layout import DENSE
 from tests.modeling import decoders, luna, luna_decoders
-from tests.modeling.contract import CLASSES
+from tests.modeling.contract import CLASSES, Division, check_division
 from tests.modeling.decoders import padded, source, target
 from tests.modeling.luna_decoders import make
 
@@ -24,98 +24,65 @@ def plain(**fields):
 def test_prefix_as_projection():
     """`packed_states` replaces the learned P in every layer, also with a cache and in `generate`."""
     model = make()
-    reader = LunaModel(make(is_encoder_decoder=True).config.encoder_config).double().eval()
+    reader = LunaModel(plain().config.encoder_config).double().eval()
     read = reader(*padded([8, 3], 8, "right"))
     prefix = {"packed_states": read.packed_last_hidden_state, "packed_mask": read.packed_mask}
     ids, mask = padded([7, 3], 7, "left")
-    complete = model(ids, mask, **prefix).logits
-    assert (complete - model(ids, mask).logits).abs().max() > 0.01
+    complete = model(ids, mask, **prefix, output_attentions=True)
+    assert (complete.logits - model(ids, mask).logits).abs().max() > 0.01
+    assert not complete.attentions[0][1, :, :, 3:].any()  # masked rows of P
     first = model(ids[:, :4], mask[:, :4], **prefix, use_cache=True)
-    second = model(ids[:, 4:], mask, cache=first.cache)
+    second = model(ids[:, 4:], mask, cache=copy.deepcopy(first.cache))
     cached = torch.cat([first.logits, second.logits], 1)
-    torch.testing.assert_close(cached[mask.bool()], complete[mask.bool()])
+    torch.testing.assert_close(cached[mask.bool()], complete.logits[mask.bool()])
+    # The cache contains P already, so that a new one is ignored.
+    again = model(ids[:, 4:], mask, cache=first.cache, **prefix)
+    torch.testing.assert_close(again.logits, second.logits)
     separate = model(ids[1:, 4:], packed_states=read.packed_last_hidden_state[1:, :3]).logits
-    torch.testing.assert_close(complete[1:, 4:], separate)
+    torch.testing.assert_close(complete.logits[1:, 4:], separate)
     options = {"attention_mask": mask, "max_new_tokens": 6, "num_beams": 3, **prefix}
     assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
 
 
 @torch.no_grad()
-def test_weights_over_rows_of_p():
-    """Attention weights are the same in one call and with a cache; a masked row of P has no weight."""
-    model = make()
-    ids, mask = padded([7, 3], 7, "left")
-    prefix = {
-        "packed_states": torch.randn(2, 4, 24).double(),
-        "packed_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
-    }
-    complete = model(ids, mask, **prefix, output_attentions=True)
-    torch.testing.assert_close(complete.logits, model(ids, mask, **prefix).logits)
-    first = model(ids[:, :4], mask[:, :4], **prefix, output_attentions=True, use_cache=True)
-    second = model(ids[:, 4:], mask, cache=first.cache, output_attentions=True)
-    for weights, *parts in zip(complete.attentions, first.attentions, second.attentions, strict=True):
-        assert weights.shape == (2, 4, 7, 4) and (weights[1, :, :, 2:] == 0).all()
-        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 7).double())
-        torch.testing.assert_close(
-            torch.cat(parts, dim=2)[mask[:, None].expand(2, 4, 7).bool()], weights[mask[:, None].expand(2, 4, 7).bool()]
-        )
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("selection", [True, 2, [-1], [0, -1], [1, 7], [-9]], ids=str)
 @pytest.mark.parametrize("name", ["luna Model", "luna decoder"])
-def test_selected_states_of_the_packed_sequence(name, selection):
-    """`output_hidden_states` selects the same layers in P as in the tokens."""
+def test_selected_states_of_the_packed_sequence(name):
+    """`output_hidden_states` selects the same layers in P as in the tokens, for which transformers does it."""
     model = CLASSES[name].make()
-    everything = model(IDS, output_hidden_states=True)
-    output = model(IDS, output_hidden_states=selection)
-    kept = [[state is not None for state in output[name]] for name in ("hidden_states", "packed_hidden_states")]
-    count = len(everything.hidden_states)
-    indices = range(count) if selection is True else [selection] if isinstance(selection, int) else selection
-    expected = {index % count for index in indices if -count <= index < count}
-    assert kept == [[index in expected for index in range(count)]] * 2
-    for index in expected:
-        assert torch.equal(output.packed_hidden_states[index], everything.packed_hidden_states[index])
+    everything = model(IDS, output_hidden_states=True).packed_hidden_states
+    for selection in (2, [0, -1], [1, 3], [-4, -3]):
+        output = model(IDS, output_hidden_states=selection)
+        kept = [state is not None for state in output.hidden_states]
+        assert any(kept) and [state is not None for state in output.packed_hidden_states] == kept
+        assert all(torch.equal(output.packed_hidden_states[i], everything[i]) for i in range(3) if kept[i])
 
 
 @torch.no_grad()
 def test_cache_of_another_projection_length():
+    """It is an error, unless a P that was passed in filled the cache."""
     model, other = (make(projection_length=rows) for rows in (6, 4))
     past = other(IDS, use_cache=True).cache
     for cache in (past, copy.deepcopy(past), pickle.loads(pickle.dumps(past))):
         with pytest.raises(ValueError, match="it has projection_length 4, not 6; pass a new cache"):
             model(IDS, cache=cache)
-    assert model(IDS, cache=model(IDS, use_cache=True).cache).logits.isfinite().all()
-    # A P that is passed in may have any number of rows.
     packed = torch.randn(1, 3, 24, dtype=torch.float64)
     past = model(IDS, packed_states=packed, use_cache=True).cache
+    for shape in ((1, 4, 24), (2, 3, 24), (1, 3, 20), (3, 24)):
+        with pytest.raises(ValueError, match=r"`packed_states` must have the shape \[1, 3, 24\], got"):
+            model(IDS, packed_states=torch.zeros(shape), cache=past)
+    with pytest.raises(ValueError, match=r"`packed_mask` must have the shape \[1, 3\] of P, got \[1, 4\]"):
+        model(IDS, packed_states=packed, packed_mask=torch.ones(1, 4), cache=past)
     assert model(IDS, cache=past).logits.isfinite().all()
-
-
-@torch.no_grad()
-def test_packed_sequence_with_a_cache():
-    """The cache already contains P, so a new P is ignored, but it must equal the one that filled the cache."""
-    model, packed = make(), torch.randn(1, 3, 24, dtype=torch.float64)
-    mask = torch.tensor([[1, 1, 0]])
-    for given in ({"packed_states": packed}, {"packed_states": packed, "packed_mask": mask}):
-        past = model(IDS, **given, use_cache=True).cache
-        expected = model(IDS, cache=copy.deepcopy(past)).logits
-        assert torch.equal(model(IDS, **given, cache=copy.deepcopy(past)).logits, expected)
-        for shape in ((1, 4, 24), (2, 3, 24), (1, 3, 20), (3, 24)):
-            with pytest.raises(ValueError, match=r"`packed_states` must have the shape \[1, 3, 24\], got"):
-                model(IDS, packed_states=torch.zeros(shape), cache=copy.deepcopy(past))
-        with pytest.raises(ValueError, match=r"`packed_mask` must have the shape \[1, 3\] of P, got \[1, 4\]"):
-            model(IDS, packed_states=packed, packed_mask=torch.ones(1, 4), cache=copy.deepcopy(past))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("pre_norm", [False, True])
 def test_recorded_states_of_luna(pre_norm):
+    """States of P are recorded, and weights in both directions; `test_contract.py` compares those of tokens."""
     model = plain(pre_norm=pre_norm, num_decoder_layers=3, num_decoder_pack_attention_heads=2)
     inputs = source(model, 3) | target(model, padded([5, 4, 2], 5, "right")[0])
     options = {f"output_{name}": True for name in ("hidden_states", "attentions", "packed_attentions")}
-    output = model(**inputs, **options)
-    torch.testing.assert_close(output.logits, model(**inputs).logits)
+    output, encoded = model(**inputs, **options), model.get_encoder()(**source(model, 3), **options)
     for states, layers, length in (
         (output.encoder_hidden_states, 2, 13),
         (output.decoder_hidden_states, 3, 5),
@@ -124,14 +91,16 @@ def test_recorded_states_of_luna(pre_norm):
     ):
         assert [state.shape for state in states] == [(3, length, 24)] * (layers + 1)
     assert torch.equal(output.packed_hidden_states[0], output.encoder_packed_hidden_states[-1])
+    torch.testing.assert_close(encoded.packed_hidden_states[-1], encoded.packed_last_hidden_state)
     for weights, layers, shape in (
+        (encoded.packed_attentions, 2, (3, 4, 6, 13)),
         (output.encoder_attentions, 2, (3, 4, 13, 6)),
-        (output.decoder_attentions, 3, (3, 4, 5, 6)),
-        (output.cross_attentions, 3, (3, 4, 5, 6)),
         (output.cross_packed_attentions, 3, (3, 2, 6, 13)),
     ):
         assert [x.shape for x in weights] == [shape] * layers
-        assert shape[2] == 13 or all(torch.allclose(x.sum(-1), torch.ones_like(x.sum(-1))) for x in weights)
+        if shape[3] == 13:  # over the source
+            assert all(torch.allclose(x.sum(-1), torch.ones_like(x.sum(-1))) for x in weights)
+            assert not any(x.transpose(1, 3)[inputs["attention_mask"] == 0].any() for x in weights)
 
 
 @torch.no_grad()
@@ -156,22 +125,21 @@ def test_word_dropout_removes_complete_words():
     assert (words == words[..., :1]).all() and 0.3 < (words[..., 0] == 0).double().mean() < 0.7
 
 
-@pytest.mark.parametrize("pooling", ["cls", "packed_attention"])
-def test_dropping_the_first_token(pooling):
+@pytest.mark.parametrize("pooling, types", [("cls", 3), ("packed_attention", 2)])
+def test_dropping_the_first_token(pooling, types):
     """`drop_first_token` gives the result of inputs without their first token, with padding on either side."""
-    model = luna.make("ForSequenceClassification", pooling=pooling, drop_first_token=True)
-    plain = luna.make("ForSequenceClassification", pooling=pooling)
-    lengths = [21, 2, 5]
+    fields, lengths = {"pooling": pooling, "type_vocab_size": types}, [21, 2, 5]
+    model = luna.make("ForSequenceClassification", **fields, drop_first_token=True)
+    plain = luna.make("ForSequenceClassification", **fields)
     for side in ("right", "left"):
         inputs = luna.tokens(lengths, side, 30)
+        inputs["token_type_ids"] = inputs["input_ids"] % types
         by_hand = {name: torch.zeros(3, 29, dtype=torch.long) for name in inputs}
         for row, length in enumerate(lengths):
             start = 30 - length + 1 if side == "left" else 1
             for name, value in inputs.items():
                 by_hand[name][row, : length - 1] = value[row, start : start + length - 1]
-        got, types = model(**inputs).logits, torch.zeros_like(inputs["input_ids"])
-        torch.testing.assert_close(got, plain(**by_hand).logits, atol=1e-5, rtol=1e-5)
-        assert torch.equal(model(**inputs, token_type_ids=types).logits, got)  # as tokenizers of BERT return them
+        torch.testing.assert_close(model(**inputs).logits, plain(**by_hand).logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("pooling", ["mean", "packed_mean"])
@@ -182,26 +150,6 @@ def test_counting_padding_is_the_original_mean(pooling):
     outputs = model.luna(**inputs)
     states = outputs.last_hidden_state if pooling == "mean" else outputs.packed_last_hidden_state[:, :4]
     torch.testing.assert_close(model(**inputs).logits, model.classifier(states.mean(dim=1)))
-
-
-TYPES = {"type_vocab_size": 3, "embedding_size": 10}
-
-
-def typed(inputs):
-    ids = inputs["input_ids"]
-    return inputs | {"token_type_ids": ((ids * 7) % 3).masked_fill(inputs["attention_mask"] == 0, 9)}
-
-
-def test_dropped_first_tokens_lose_their_types():
-    model = luna.make("ForSequenceClassification", **TYPES, drop_first_token=True)
-    inputs = typed(luna.tokens([9, 4], "left"))
-    keep = torch.ones(2, 9, dtype=torch.bool)
-    keep[[0, 1], [0, 5]] = False  # the first tokens of both texts
-    model.config.drop_first_token = False
-    cut = {name: value[keep].view(2, 8) for name, value in inputs.items()}
-    expected = model(**cut).logits
-    model.config.drop_first_token = True
-    torch.testing.assert_close(model(**inputs).logits, expected)
 
 
 def test_layerdrop():
@@ -224,11 +172,10 @@ def last(model, *args, **options):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("variant", ["tied", "sinusoidal", "pre-norm", "shared layers"])
-def test_a_document_does_not_depend_on_its_batch(variant):
-    """P of a document depends neither on longer rows of the batch nor on right padding."""
-    model = luna.make("Model", **luna.VARIANTS[variant] | FIXED).double()
-    lengths = [23, 9, 16]
+@pytest.mark.parametrize("variant", ["tied", "pre-norm"])
+def test_segments_of_a_document(variant):
+    """P of a document depends neither on its batch nor on right padding nor on the number of calls."""
+    model, lengths = luna.make("Model", **luna.VARIANTS[variant] | FIXED).double(), [23, 9, 16]
     ids, mask = padded(lengths, 23, "right")
     together = list(read_segments(model, ids, mask, segment_length=8))
     assert [output.last_hidden_state.shape[1] for output in together] == [8, 8, 7]
@@ -239,16 +186,9 @@ def test_a_document_does_not_depend_on_its_batch(variant):
         for complete, part in zip(together, separate, strict=False):
             kept = part.last_hidden_state.shape[1]
             torch.testing.assert_close(complete.last_hidden_state[row, :kept], part.last_hidden_state[0])
-
-
-@torch.no_grad()
-def test_in_two_calls():
-    model = luna.make("Model", **FIXED)
-    ids, _ = padded([24, 24], 24, "right")
-    memory = last(model, ids[:, :16], segment_length=8)
-    torch.testing.assert_close(
-        last(model, ids[:, 16:], segment_length=8, packed_states=memory), last(model, ids, segment_length=8)
-    )
+    memory = last(model, ids[:1, :16], segment_length=8)
+    again = last(model, ids[:1, 16:], segment_length=8, packed_states=memory)
+    torch.testing.assert_close(again[0], together[-1].packed_last_hidden_state[0])
 
 
 @pytest.mark.parametrize(("segments", "reached"), [(None, [0, 1, 2, 3]), (1, [3]), (2, [2, 3]), (3, [3])])
@@ -262,33 +202,29 @@ def test_gradient_reaches_the_chosen_segments(segments, reached):
 
 
 def test_errors_of_segments():
-    ids = torch.randint(4, 40, (2, 9))
+    ids, model = torch.randint(4, 40, (2, 9)), luna.make("Model", **FIXED)
     with pytest.raises(ValueError, match="dynamic_projection_length=False"):
         last(luna.make("Model"), ids, segment_length=4)
-    model = luna.make("Model", **FIXED)
-    with pytest.raises(ValueError, match="`segment_length` must be at least 1, got 0"):
-        last(model, ids, segment_length=0)
-    with pytest.raises(ValueError, match="`gradient_segments` must be at least 1, got -1"):
-        last(model, ids, segment_length=4, gradient_segments=-1)
-    with pytest.raises(ValueError, match="padding_side='right'"):
-        last(model, *padded([9, 5], 9, "left"), segment_length=4)
-    with pytest.raises(ValueError, match=r"`packed_states` must have the shape \[2, rows, 24\]"):
-        last(model, ids, segment_length=4, packed_states=torch.zeros(1, 6, 24))
+    for message, options in (
+        ("`segment_length` must be at least 1, got 0", {"segment_length": 0}),
+        ("`gradient_segments` must be at least 1, got -1", {"gradient_segments": -1}),
+        ("padding_side='right'", {"attention_mask": padded([9, 5], 9, "left")[1]}),
+        (r"`packed_states` must have the shape \[2, rows, 24\]", {"packed_states": torch.zeros(1, 6, 24)}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            last(model, ids, **{"segment_length": 4} | options)
 
 
-DEPTH = 4
-OWN_ROWS = {"contextual_projection": False, "num_hidden_layers": DEPTH}
-DEEP = {
-    "decoder": lambda: luna_decoders.make(num_hidden_layers=DEPTH, eos_token_id=None),
-    "encoder": lambda: luna.make("ForMaskedLM", **OWN_ROWS).double(),
-    "encoder, pooled P": lambda: luna.make("ForSequenceClassification", pooling="packed_mean", **OWN_ROWS).double(),
-    "encoder, shared layers": lambda: luna.make("ForMaskedLM", share_layers=True, **OWN_ROWS).double(),
-    "model": lambda: luna.make("Model", **OWN_ROWS).double(),
-    "encoder-decoder": lambda: luna_decoders.make(is_encoder_decoder=True, num_decoder_layers=2, **OWN_ROWS),
-    "Mega": lambda: decoders.FAMILIES["mega"].make(num_hidden_layers=DEPTH),
-    "Megalodon": lambda: decoders.FAMILIES["megalodon"].make(num_hidden_layers=DEPTH),
+OWN_ROWS = {"contextual_projection": False, "num_hidden_layers": 4}
+DEEP = {  # and the layers that are kept
+    "decoder": (lambda: luna_decoders.make(num_hidden_layers=4), [1, 1, 0, 3, 2]),
+    "encoder": (lambda: luna.make("ForMaskedLM", **OWN_ROWS).double(), [2, 0, 3, 1]),
+    "encoder, shared layers": (lambda: luna.make("ForMaskedLM", share_layers=True, **OWN_ROWS).double(), [0, 3]),
+    "model": (lambda: luna.make("Model", **OWN_ROWS).double(), [3]),
+    "encoder-decoder": (lambda: plain(num_decoder_layers=2, **OWN_ROWS), [1, 1, 0, 3, 2]),
+    "Mega": (lambda: decoders.FAMILIES["mega"].make(num_hidden_layers=4), [0, 3]),
+    "Megalodon": (lambda: decoders.FAMILIES["megalodon"].make(num_hidden_layers=4), [1, 1, 0, 3, 2]),
 }
-CHOICES = {"fewer": [0, 3], "reordered": [2, 0, 3, 1], "repeated": [1, 1, 0, 3, 2], "one": [3]}
 
 
 def body(model):
@@ -308,94 +244,49 @@ def keep_layers(model, chosen):
     return model
 
 
-def expected(model, chosen):
+def new_model(model, chosen):
     """Return a new model with the weights of these layers and their rows of P."""
     model = keep_layers(copy.deepcopy(model), chosen)
-    found, _ = body(model)
     weights = model.state_dict()
     for name in [name for name in weights if name.endswith("packed_embeddings")]:
-        weights[name] = weights[name][[*range(len(chosen))] if found.config.share_layers else chosen]
+        weights[name] = weights[name][[*range(len(chosen))] if body(model)[0].config.share_layers else chosen]
     new = type(model)(copy.deepcopy(model.config)).double().eval()
     new.load_state_dict(weights)
     return new
 
 
 def outputs(model):
-    ids, mask = decoders.padded([9, 4], 11, "right")
+    ids, mask = padded([9, 4], 11, "right")
     inputs = {"input_ids": ids, "attention_mask": mask}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids
-    return model(**inputs, output_hidden_states=True)
+    inputs |= {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    output = model(**inputs, output_hidden_states=True)
+    return [x for name, x in output.items() if name in ("logits", "last_hidden_state") or "packed_hidden" in name]
 
 
-def check_equal(model, reference):
-    actual, wanted = outputs(model), outputs(reference)
-    for name in ("logits", "last_hidden_state", "packed_hidden_states", "encoder_packed_hidden_states"):
-        if wanted.get(name) is not None:
-            torch.testing.assert_close(actual[name], wanted[name], msg=lambda text, name=name: f"{name}: {text}")
-
-
-# Choice of layers, and whether weights are passed to `save_pretrained`, as Trainer does.
-KEPT = [
-    ("decoder", "repeated", False),
-    ("encoder", "reordered", True),
-    ("encoder, pooled P", "repeated", True),
-    ("encoder, shared layers", "fewer", False),
-    ("model", "one", True),
-    ("encoder-decoder", "repeated", False),
-    ("Mega", "reordered", False),
-    ("Megalodon", "repeated", True),
-]
-
-
-@pytest.mark.parametrize(("name", "choice", "as_trainer"), KEPT)
-def test_outputs_and_folder_of_chosen_layers(name, choice, as_trainer, tmp_path):
-    model, chosen = DEEP[name](), CHOICES[choice]
-    reference = expected(model, chosen)
+@pytest.mark.parametrize("name", DEEP)
+def test_chosen_layers(name, tmp_path):
+    """A model, its folder, and its cache have the layers that a user chose, which may be repeated."""
+    model, chosen = DEEP[name][0](), DEEP[name][1]
+    expected = outputs(new_model(model, chosen))
     keep_layers(model, chosen)
-    check_equal(copy.deepcopy(model), reference)
-    before = {key: value.shape for key, value in model.state_dict().items()}
-    model.save_pretrained(tmp_path, state_dict=model.state_dict() if as_trainer else None)
-    assert {key: value.shape for key, value in model.state_dict().items()} == before
-    check_equal(model, reference)
-    loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values())
-    check_equal(loaded.double().eval(), reference)
+    torch.testing.assert_close(outputs(copy.deepcopy(model)), expected)
+    shapes = {key: value.shape for key, value in model.state_dict().items()}
+    for state in (None, model.state_dict()):  # Trainer passes the weights
+        model.save_pretrained(tmp_path, state_dict=state)
+        assert {key: value.shape for key, value in model.state_dict().items()} == shapes
+        torch.testing.assert_close(outputs(model), expected)
+        loaded, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+        assert not any(report.values())
+        torch.testing.assert_close(outputs(loaded.double().eval()), expected)
+    if model.config.is_decoder:
+        check_division(model, Division((5, 1, 1, 5), (12, 9)))
 
 
-@pytest.mark.parametrize(("name", "choice"), [("decoder", "repeated"), ("Mega", "fewer"), ("Megalodon", "repeated")])
-def test_cache_of_repeated_layers(name, choice):
-    """Two layers with the same weights, and therefore the same `layer_idx`, have separate caches."""
-    model = keep_layers(DEEP[name](), CHOICES[choice])
-    ids, _ = decoders.padded([12, 12], 12, "right")
-    at_once, cache, steps = model(ids, use_cache=False).logits, None, []
-    for part in ids.split([5, 1, 1, 5], dim=1):
-        output = model(part, cache=cache, use_cache=True)
-        cache, steps = output.cache, [*steps, output.logits]
-    torch.testing.assert_close(torch.cat(steps, dim=1), at_once)
-    prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False}
-    assert torch.equal(model.generate(**prompt, use_cache=True), model.generate(**prompt, use_cache=False))
-
-
-@pytest.mark.parametrize("name", ["decoder", "encoder"])
-def test_gradients_of_rows_of_p(name):
-    """Only the used rows of P get gradients, and checkpointing does not change them."""
-    gradients = []
-    for again in (False, True):
-        model = keep_layers(DEEP[name](), CHOICES["fewer"]).train()
-        if again:
-            model.gradient_checkpointing_enable()
-        logits = model(torch.arange(4, 16)[None], **({"use_cache": False} if name == "decoder" else {})).logits
-        logits.square().sum().backward()
-        gradients.append(body(model)[0].embeddings.packed_embeddings.grad)
-    assert [bool(rows.any()) for rows in gradients[0]] == [True, False, False, True]
-    torch.testing.assert_close(gradients[1], gradients[0])
-
-
-def test_packed_states_replace_every_row():
-    model = keep_layers(luna.make("Model", **OWN_ROWS), CHOICES["fewer"])
-    given = torch.randn(2, 6, 24)
-    results = [model(torch.full((2, 8), 5), packed_states=given).last_hidden_state]
-    model.embeddings.packed_embeddings.data.fill_(torch.nan)
-    results.append(model(torch.full((2, 8), 5), packed_states=given).last_hidden_state)
-    assert torch.equal(*results) and results[0].isfinite().all()
+def test_gradients_of_rows_of_p():
+    """Only the used rows of P get gradients, and none is used if P is passed in."""
+    model, ids = keep_layers(DEEP["model"][0](), [0, 3]), torch.arange(4, 16)[None]
+    rows = model.embeddings.packed_embeddings
+    model(ids).last_hidden_state.square().sum().backward()
+    assert [bool(row.any()) for row in rows.grad] == [True, False, False, True]
+    rows.data.fill_(torch.nan)
+    assert model(ids, packed_states=torch.randn(1, 6, 24).double()).last_hidden_state.isfinite().all()

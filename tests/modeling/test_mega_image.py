@@ -1,9 +1,9 @@
-"""Mega for images: sizes, inputs, interpolation, stochastic depth, pipeline, compile and export."""
+"""Mega for images: initialization, inputs, interpolation, stochastic depth, compile and export."""
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForImageClassification, ViTConfig, pipeline
+from transformers import AutoModelForImageClassification, ViTConfig
 from transformers.models.vit.modeling_vit import ViTEmbeddings
 
 from luna_mega import MegaConfig, MegaForImageClassification, MegaModel
@@ -39,19 +39,14 @@ def test_initialization():
     assert head.weight.abs().max() == pytest.approx((6 / (192 + 1000)) ** 0.5, rel=1e-3) and not head.bias.any()
 
 
-def test_patches_can_be_given_as_embeddings(model):
-    pictures = torch.randn(2, 3, 32, 32)
-    patches = model.mega.get_input_embeddings()(pictures)
-    expected = model.mega(pixel_values=pictures).last_hidden_state
-    torch.testing.assert_close(model.mega(inputs_embeds=patches).last_hidden_state, expected)
-
-
 def test_images_of_another_size(model):
     """Interpolation does not change images of the configured size and supports any multiple of the patch size."""
     own = torch.randn(2, 3, 32, 32)
     expected = model(pixel_values=own).logits
     torch.testing.assert_close(model(pixel_values=own, interpolate_pos_encoding=True).logits, expected)
-    for height, width in ((48, 32), (16, 24), (64, 64), (8, 8)):
+    patches = model.mega.get_input_embeddings()(own)
+    torch.testing.assert_close(model(None, inputs_embeds=patches).logits, expected)
+    for height, width in ((48, 32), (16, 24), (8, 8)):
         pictures = torch.randn(2, 3, height, width, requires_grad=True)
         logits = model(pixel_values=pictures, interpolate_pos_encoding=True).logits
         logits.sum().backward()
@@ -93,34 +88,27 @@ def test_bias_table_is_interpolated_linearly(grid):
     assert interpolate_raster_bias(table, (side, side)) is table
 
 
-@pytest.mark.parametrize(
-    "inputs, message",
-    [
-        ({"pixel_values": torch.zeros(2, 1, 32, 32)}, r"num_channels=3, got \[2, 1, 32, 32\]"),
-        ({"pixel_values": torch.zeros(3, 32, 32)}, r"shape \[B, 3, H, W\]"),
-        ({"pixel_values": torch.zeros(0, 3, 32, 32)}, "the batch is empty"),
-        ({"pixel_values": torch.zeros(2, 3, 48, 32)}, "are 48 x 32, but `image_size` is 32; resize them"),
-        (
-            {"pixel_values": torch.zeros(2, 3, 32, 36), "interpolate_pos_encoding": True},
-            "not a multiple of `patch_size` 8",
-        ),
-        (
-            {"pixel_values": torch.zeros(1, 3, 32, 32), "position_ids": torch.tensor([[0, 1] * 8])},
-            "images do not support padding-free batches",
-        ),
-        (
-            {"pixel_values": torch.zeros(2, 3, 32, 32), "labels": torch.tensor([1, 7])},
-            "are from 1 to 7, but must be ids",
-        ),
-        ({}, "exactly one of pixel_values and inputs_embeds"),
-        ({"pixel_values": torch.zeros(2, 3, 32, 32), "inputs_embeds": torch.zeros(2, 16, 16)}, "exactly one of"),
-        ({"pixel_values": torch.zeros(2, 3, 32, 32), "attention_mask": torch.ones(2, 9)}, r"the shape \[2, 16\]"),
-        ({"inputs_embeds": torch.zeros(2, 9, 16)}, "have 9 positions, but images of this model have 16 patches"),
-    ],
-)
-def test_bad_inputs(model, inputs, message):
-    with pytest.raises(ValueError, match=message):
-        model(**inputs)
+PIXELS = {"pixel_values": torch.zeros(2, 3, 32, 32)}
+WRONG = [
+    (r"num_channels=3, got \[2, 1, 32, 32\]", {"pixel_values": torch.zeros(2, 1, 32, 32)}),
+    (r"shape \[B, 3, H, W\]", {"pixel_values": torch.zeros(3, 32, 32)}),
+    ("the batch is empty", {"pixel_values": torch.zeros(0, 3, 32, 32)}),
+    ("are 48 x 32, but `image_size` is 32; resize them", {"pixel_values": torch.zeros(2, 3, 48, 32)}),
+    ("not a multiple of `patch_size` 8",
+     {"pixel_values": torch.zeros(2, 3, 32, 36), "interpolate_pos_encoding": True}),
+    ("images do not support padding-free batches", PIXELS | {"position_ids": torch.tensor([[0, 1] * 8] * 2)}),
+    ("are from 1 to 7, but must be ids", PIXELS | {"labels": torch.tensor([1, 7])}),
+    ("exactly one of pixel_values and inputs_embeds", {}),
+    ("exactly one of", PIXELS | {"inputs_embeds": torch.zeros(2, 16, 16)}),
+    (r"the shape \[2, 16\]", PIXELS | {"attention_mask": torch.ones(2, 9)}),
+    ("have 9 positions, but images of this model have 16 patches", {"inputs_embeds": torch.zeros(2, 9, 16)}),
+]  # fmt: skip
+
+
+def test_wrong_inputs(model):
+    for message, inputs in WRONG:
+        with pytest.raises(ValueError, match=message):
+            model(**inputs)
 
 
 def test_image_inputs_need_an_image_model():
@@ -139,23 +127,6 @@ def test_stochastic_depth_drops_sequences_and_preserves_the_mean():
     padding_free = drop_path(torch.ones(1, 60, 2), PaddingFreeLayout(torch.tensor([0, 20, 25, 60]), 35))
     assert all((part == part[0, 0]).all() for part in padding_free[0].split([20, 5, 35]))
     assert drop_path.eval()(states, DENSE) is states
-
-
-def test_pipeline(model, tmp_path):
-    Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
-    from transformers.models.levit import image_processing_pil_levit
-
-    model.config.id2label = {index: f"class {index}" for index in range(5)}
-    processor = image_processing_pil_levit.LevitImageProcessorPil(
-        size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}
-    )
-    classify = pipeline("image-classification", model=model, image_processor=processor)
-    pictures = [Image.new("RGB", (50, 41), color) for color in ("red", "blue")]
-    answers = classify(pictures, top_k=5, batch_size=2)
-    logits = model(**processor(images=pictures, return_tensors="pt")).logits
-    for answer, row in zip(answers, logits.softmax(-1), strict=True):
-        scores = {entry["label"]: entry["score"] for entry in answer}
-        assert scores == {f"class {index}": pytest.approx(score.item(), abs=1e-6) for index, score in enumerate(row)}
 
 
 @pytest.mark.slow

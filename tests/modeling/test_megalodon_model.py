@@ -5,46 +5,7 @@ import torch
 
 from luna_mega import MegalodonForCausalLM
 from tests.modeling.decoders import padded
-from tests.modeling.megalodon_decoders import make, tiny_config
-
-
-def test_the_residual_is_the_input_of_the_block():
-    model = make()
-    block, states = model.megalodon.layers[0], []
-    block.register_forward_hook(lambda module, inputs, output: states.extend((inputs[0], output)))
-    torch.nn.init.zeros_(block.nffn.fc2.weight)
-    model(padded([9], 9, "none")[0])
-    assert torch.equal(*states)
-
-
-def test_initial_scales_are_one():
-    """Scales are stored minus 1 and initialized to 0, so that new norms only normalize."""
-    model = MegalodonForCausalLM(tiny_config())
-    block, states = model.megalodon.layers[0], torch.randn(2, 3, 12)
-    assert not any(x.any() for name, x in model.named_parameters() if "norm." in name or name.endswith("beta"))
-    normed = torch.nn.functional.layer_norm(states, (12,))
-    torch.testing.assert_close(block.nffn.norm(states), normed)
-    torch.testing.assert_close(block.mega.rmsnorm(states).square().mean(-1), torch.ones(2, 3), atol=1e-4, rtol=0)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("fields", [{}, {"num_attention_heads": 1, "chunk_size": 5}], ids=["heads", "one head"])
-def test_attention_weights(fields):
-    model = make(**fields)
-    (ids, mask), config = padded([13, 6], 13, "left"), model.config
-    with torch.enable_grad():  # gradients flow through the returned weights
-        output = model(ids, mask, use_cache=False, output_attentions=True)
-        assert all(x.any() for x in torch.autograd.grad(output.logits.sin().sum(), output.attentions))
-    given = model(ids, mask, use_cache=False, output_attentions=True)
-    model.set_attn_implementation("eager")
-    eager = model(ids, mask)
-    torch.testing.assert_close(given.logits[mask.bool()], eager.logits[mask.bool()])
-    size = config.chunk_size
-    for weights in given.attentions:
-        assert weights.shape == (2, config.num_attention_heads, -(-13 // size), size, size)
-        assert not weights.triu(1).any()
-        sums = weights.sum(-1)[1].flatten(1)  # chunks start at the first token
-        torch.testing.assert_close(sums[:, :6], torch.ones_like(sums[:, :6]))
+from tests.modeling.megalodon_decoders import make
 
 
 def test_dropout_on_attention_drops_weights():
@@ -102,33 +63,6 @@ def test_sensitive_parameters_stay_in_float32(tmp_path):
     wide = {name for name, x in loaded.state_dict().items() if x.dtype == torch.float32}
     assert wide == {name for name in model.state_dict() if ".cema." in name or name.endswith("rope.freqs")}
     assert torch.equal(loaded.megalodon.rope.freqs, model.megalodon.rope.freqs)
-
-
-@torch.no_grad()
-def test_steps_use_changed_weights():
-    """Steps after a change of weights recompute the coefficients in the cache; the original uses old ones."""
-    model, ids = make(), padded([6], 6, "none")[0]
-    past = model(ids[:, :4], use_cache=True).cache
-    model(ids[:, 4:5], cache=past)
-    for block in model.megalodon.layers:
-        block.mega.cema.delta.add_(1.0)
-    fresh = model.__class__(model.config).double().eval()
-    fresh.load_state_dict(model.state_dict())
-    copied = fresh.megalodon(ids[:, :1], use_cache=True).cache
-    for layer, other in zip(copied.layers, past.layers, strict=True):
-        layer.store(**{name: x.clone() for name, x in other.tensors.items()})
-        layer.seen = other.seen
-    step = model(ids[:, 5:], cache=past).logits
-    torch.testing.assert_close(step, fresh(ids[:, 5:], cache=copied).logits)
-
-
-@torch.no_grad()
-def test_without_padding_token_no_position_is_masked():
-    model = make(pad_token_id=None)
-    ids = torch.tensor([[0, 1, 2, 0, 1, 1]])
-    torch.testing.assert_close(model(ids).logits, model(ids, torch.ones_like(ids)).logits)
-    classifier = make("ForSequenceClassification", pad_token_id=None)
-    torch.testing.assert_close(classifier(ids).logits, classifier(ids, torch.ones_like(ids)).logits)
 
 
 @torch.no_grad()

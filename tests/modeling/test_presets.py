@@ -52,7 +52,6 @@ PUBLISHED = [
     ("LunaForSequenceClassification", "base_512", (), {}, 131_259_648 + 769 * 768 + 769 * 2),
     ("LunaForSequenceClassification", "large_2048", (), {}, 379_812_864 + 1025 * 1024 + 1025 * 2),
 ]
-LRA = [row for row in PUBLISHED if row[1].startswith(("lra", "sc")) and row[0].startswith("Mega")]
 
 
 def make(name, preset, vocabulary, fields):
@@ -69,15 +68,3 @@ def test_parameters(name, preset, vocabulary, fields, count):
     if preset == "wmt_en_de":
         assert round((found - model.lm_head.weight.numel()) / 1e6, 2) == 46.36
     assert name != "MegalodonForCausalLM" or getattr(type(model.config), preset)(vocab_size=50).vocab_size == 50
-
-
-@pytest.mark.parametrize("name, preset, vocabulary", [row[:3] for row in LRA])
-def test_overrides_take_precedence(name, preset, vocabulary):
-    fields = {"num_hidden_layers": 1, "max_positions": 64, "use_chunking": True, "chunk_size": 16, "num_labels": 3}
-    model = make(name, preset, vocabulary, fields).eval()
-    config = model.config
-    assert (config.num_hidden_layers, config.attention_chunk, config.num_labels) == (1, 16, 3)
-    inputs = {"input_ids": torch.randint(4, 21, (2, 41))} if vocabulary else {"input_values": torch.randn(2, 41)}
-    if preset == "lra_retrieval":
-        inputs["pair_input_ids"] = inputs["input_ids"]
-    assert model(**inputs).logits.shape == (2, 3)

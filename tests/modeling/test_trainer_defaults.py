@@ -4,8 +4,10 @@ A model trains for two steps and is saved by Trainer. The folder gives the same 
 steps of a decoder equal the entire sequence before and after training.
 """
 
+import copy
 import functools
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -27,22 +29,13 @@ from transformers import (
 
 import luna_mega
 from luna_mega._register import auto_classes
-from luna_mega.kernels.modules import ComplexMovingAverage, DiagonalSSM, MovingAverage
 from luna_mega.modeling_common.configuration import CODE_FOLDER
 from tests.hub.client import Client, check_outputs, lists, outputs
 from tests.marks import diagonal, slow_but
+from tests.modeling import contract
 
 WORDS = [f"w{number}" for number in range(40)]
 TEXTS = [" ".join(WORDS[(7 * row + place) % 40] for place in range(3 + row % 6)) for row in range(16)]
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16, "initializer_range": 0.2}
-FIELDS = {
-    "Luna": SMALL | {"num_attention_heads": 2, "projection_length": 4, "max_position_embeddings": 32},
-    "Mega": SMALL | {"shared_representation_size": 8, "ema_projection_size": 2, "nffn_hidden_size": 16},
-    "Megalodon": {name: value for name, value in SMALL.items() if name != "initializer_range"}
-    | {"shared_representation_size": 8, "value_size": 16, "ema_projection_size": 2, "norm_num_groups": 4}
-    | {"chunk_size": 4},
-}
-IMAGES = {"input_type": "patches", "image_size": 8, "patch_size": 4}
 
 
 def bert():
@@ -90,25 +83,11 @@ def of_a_dictionary():
 
 
 TOKENIZERS = {"0": bert, "1": roberta, "end": pads_with_end, "added": without_padding}
-CLASSES = [name for name in luna_mega.__all__ if "For" in name]
-# The images of MegaForImageClassification have no tokenizer.
-PAIRS = [(name, pad) for name in CLASSES for pad in ([None] if "Image" in name else TOKENIZERS)]
-FAST = [(name, None if "Image" in name else pad) for name, pad in diagonal(CLASSES, TOKENIZERS)]
-DECODERS = ("ForCausalLM", "ForConditionalGeneration")
+CLASSES = [name for name in contract.CLASSES if not name.endswith("Model")]
+FAST, PAIRS = diagonal(CLASSES, TOKENIZERS), [*product(CLASSES, TOKENIZERS)]
 
 
-def make(name, tokenizer, **fields):
-    """Return a new model as a user creates it: the ids of the special tokens are the defaults of the configuration."""
-    family, head = name.split("For", 1)
-    fields = FIELDS[family] | ({"vocab_size": len(tokenizer)} if tokenizer else IMAGES) | fields
-    if head == "CausalLM" and family != "Megalodon":
-        fields |= {"is_decoder": True} | ({"bidirectional": False} if family == "Mega" else {})
-    torch.manual_seed(0)
-    kind = getattr(luna_mega, f"{family}{'Seq2Seq' if head == 'ConditionalGeneration' else ''}Config")
-    return getattr(luna_mega, name)(kind(**fields)).eval()
-
-
-def collators(name, model, tokenizer):
+def collator_of(head, model, tokenizer):
     """Return the collator that a user of the class chooses; None = Trainer's default."""
     return {
         "MaskedLM": lambda: DataCollatorForLanguageModeling(tokenizer),
@@ -117,17 +96,13 @@ def collators(name, model, tokenizer):
         "TokenClassification": lambda: DataCollatorForTokenClassification(tokenizer),
         "MultipleChoice": lambda: DataCollatorForMultipleChoice(tokenizer),
         "SequenceClassification": lambda: DataCollatorWithPadding(tokenizer),
-    }.get(name.split("For", 1)[1], lambda: None)()
+    }.get(head, lambda: None)()
 
 
-def examples(name, tokenizer):
+def examples(head, tokenizer):
     """Return the rows of the training data."""
-    head, rows = name.split("For", 1)[1], []
+    rows = []
     for index, text in enumerate(TEXTS):
-        if tokenizer is None:
-            generator = torch.Generator().manual_seed(index)
-            rows.append({"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": index % 2})
-            continue
         row = dict(tokenizer(text))
         row.pop("token_type_ids", None)
         if head == "ConditionalGeneration":
@@ -146,10 +121,9 @@ def examples(name, tokenizer):
     return rows
 
 
-@pytest.mark.parametrize("make_tokenizer", [*TOKENIZERS.values(), of_a_dictionary])
-def test_tokens_and_ids(make_tokenizer, tmp_path):
+def test_tokens_and_ids(tmp_path):
     """Tokens and ids are inverse to each other, also of added tokens and in a saved folder; other words are unknown."""
-    tokenizer = make_tokenizer()
+    tokenizer = of_a_dictionary()
     tokenizer.add_tokens(["new"])
     tokenizer.save_pretrained(tmp_path)
     for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
@@ -163,30 +137,13 @@ def test_tokens_and_ids(make_tokenizer, tmp_path):
         assert each.decode(found) == f"w1 new {each.unk_token} w2"
         kept = each.convert_ids_to_tokens([*found, each.mask_token_id], skip_special_tokens=True)
         assert kept == ["w1", "new", "w2"] and each.decode(found[0]).strip() == "w1"
-
-
-def test_a_folder_without_a_tokenizer():
     with pytest.raises(ValueError, match="the folder has no tokenizer"):
         luna_mega.LunaTokenizer()
 
 
-@torch.no_grad()
-def check_steps(model, size):
+def check_steps(model):
     """Check that a decoder computes the same logits token by token as for the entire sequence."""
-    ids = torch.randint(0, size, (2, 9), generator=torch.Generator().manual_seed(3))
-    mask = torch.ones_like(ids)
-    prefix, source = "", {}
-    if model.config.is_encoder_decoder:
-        prefix, source = "decoder_", {"input_ids": ids.flip(0), "attention_mask": mask}
-    names = f"{prefix}input_ids", f"{prefix}attention_mask"
-    expected = model(**source, **dict(zip(names, (ids, mask), strict=True))).logits
-    past, logits = None, []
-    for place in range(ids.shape[1]):
-        inputs = dict(zip(names, (ids[:, place : place + 1], mask[:, : place + 1]), strict=True))
-        output = model(**source, **inputs, cache=past, use_cache=True)
-        past = output.cache
-        logits.append(output.logits)
-    torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-4, atol=1e-5)
+    contract.check_division(copy.deepcopy(model).double().eval(), contract.Division((1,) * 9, (9, 4)))
 
 
 @pytest.fixture(scope="module")
@@ -195,25 +152,27 @@ def trained(tmp_path_factory):
 
     @functools.cache
     def train(name, pad):
-        tokenizer = pad and TOKENIZERS[pad]()
-        model = make(name, tokenizer)
+        tokenizer, member = TOKENIZERS[pad](), contract.CLASSES[name]
+        model, head = member.make(torch.float32, vocab_size=len(tokenizer)), member.head.removeprefix("For")
         if pad == "added":
             tokenizer.add_special_tokens({"pad_token": "[PAD]"})
             model.resize_token_embeddings(len(tokenizer))
         if model.config.is_encoder_decoder and pad == "0":  # as T5 and Marian do
             model.config.decoder_start_token_id = tokenizer.pad_token_id
-        if name.endswith(DECODERS):
-            check_steps(model, len(tokenizer))
-        folder, rows = tmp_path_factory.mktemp("run"), examples(name, tokenizer)
+        if member.head in contract.DECODERS:
+            check_steps(model)
+        folder, rows = tmp_path_factory.mktemp("run"), examples(head, tokenizer)
         trainers = {True: (Seq2SeqTrainer, Seq2SeqTrainingArguments), False: (Trainer, TrainingArguments)}
         kind, options = trainers[model.config.is_encoder_decoder]
         arguments = options(str(folder), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True)
-        collator = collators(name, model, tokenizer)
+        collator = collator_of(head, model, tokenizer)
         trainer = kind(model, arguments, collator, train_dataset=rows, processing_class=tokenizer)
         assert trainer.args.optim == "adamw_torch_fused"
         before = {name: value.clone() for name, value in model.named_parameters()}
         trainer.train()
         assert any(not torch.equal(value, before[name]) for name, value in model.named_parameters())
+        predictions = trainer.predict(rows[:3]).predictions  # without the cache
+        assert all(len(x) == 3 for x in (predictions if isinstance(predictions, tuple) else [predictions]))
         torch.manual_seed(0)  # of the masked tokens
         batch = trainer.data_collator(rows[3:6])
         return model.eval(), folder / "checkpoint-2", {name: value for name, value in batch.items() if name != "idx"}
@@ -229,8 +188,8 @@ def test_saved_folders_compute_the_same(name, pad, trained):
         ours, theirs = model(**batch), again(**batch)
     assert ours.loss.isfinite() and not again.training
     torch.testing.assert_close(dict(theirs.items()), dict(ours.items()))
-    if name.endswith(DECODERS):
-        check_steps(model, model.config.get_text_config().vocab_size)
+    if contract.CLASSES[name].head in contract.DECODERS:
+        check_steps(model)
 
 
 @pytest.mark.parametrize("pairs", [FAST, pytest.param(PAIRS, marks=pytest.mark.slow)], ids=["fast", "all"])
@@ -240,42 +199,9 @@ def test_saved_folders_without_the_package(pairs, trained, tmp_path):
     for name, pad in pairs:
         model, folder, batch = trained(name, pad)
         classes = {kind: auto for auto, kind in auto_classes(type(model.config)).items()}
-        own = f"{CODE_FOLDER}/auto_{model.config.model_type}.{name}"  # SequencePairClassification has no Auto class
+        # SequencePairClassification has no Auto class.
+        own = f"{CODE_FOLDER}/auto_{model.config.model_type}.{type(model).__name__}"
         auto_class = classes.get(type(model), own)
         result = client(outputs, folder, auto_class, lists(batch), trust_remote_code=True)
         check_outputs(result, model, batch)
     client.pool.shutdown()
-
-
-class WithLoss(torch.nn.Module):
-    """A layer that Trainer trains."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x, labels):
-        y = self.layer(x)
-        return {"loss": (y - labels).square().mean(), "logits": y}
-
-
-@pytest.mark.parametrize("kind", [MovingAverage, ComplexMovingAverage, DiagonalSSM])
-def test_steps_of_a_trained_layer(kind, tmp_path):
-    """Steps before training do not change those after it: the default optimizer does not advance version counters."""
-    torch.manual_seed(0)
-    layer, x = kind(4, 8), torch.randn(8, 12, 4)
-    arguments = TrainingArguments(
-        str(tmp_path), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True, learning_rate=0.1
-    )
-
-    @torch.no_grad()
-    def check():
-        state, steps = None, []
-        for place in range(x.shape[1]):
-            y, state = layer.step(x[:, place], state)
-            steps.append(y)
-        torch.testing.assert_close(torch.stack(steps, dim=1), layer(x))
-
-    check()
-    Trainer(WithLoss(layer), arguments, train_dataset=[{"x": row, "labels": row.flip(0)} for row in x]).train()
-    check()
