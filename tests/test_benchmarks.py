@@ -1,6 +1,9 @@
 """The benchmarks: variants that disagree get no figures, results are kept per processor, and a GPU is checked."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -91,16 +94,16 @@ def test_targets(runner, import_benchmark, tmp_path):
     assert [line[4] for line in acceptance.lines(rows[1:])].count("not measured") == 1
 
 
-# Jobs that replace `gpu_jobs.py`: an operator that ends the process, an incorrect one, and a correct one.
+# Jobs that replace `gpu_jobs.py`: operators that end the process, are wrong and are right, and a model without an end.
 FAKE_JOBS = """
-import json, os, sys
+import json, os, sys, time
 def row(part, **fields):
     print(json.dumps({"part": part, **fields}), flush=True)
 row("ready")
 for name, *arguments in map(json.loads, sys.stdin):
     if name == "list":
         names = ["dead", "wrong", "right"]
-        times = [["ops", "all", [[op, op] for op in names]], ["model", "luna"], ["model", "peer"]]
+        times = [["ops", "all", [[op, op] for op in names]], *(["model", name] for name in ("luna", "peer", "stuck"))]
         row("jobs", checks=[["operator", op] for op in names], times=times)
     elif arguments[0] == "dead":
         os.abort()
@@ -109,6 +112,9 @@ for name, *arguments in map(json.loads, sys.stdin):
     elif name == "ops":
         for _, op in arguments[1]:
             row(name, name=op, size="n=8", **{"pass": "both"}, eager=9.0, host=8.0, graph=5.0)
+    elif arguments[0] == "stuck":
+        row("about", waits=True)
+        time.sleep(600)
     else:
         row(name, name=arguments[0], size="n=8", **{"pass": "both"}, peer="peer", eager=3.0 + (arguments[0] == "luna"))
     row("done")
@@ -116,8 +122,18 @@ for name, *arguments in map(json.loads, sys.stdin):
 
 
 def test_gate_of_a_gpu(import_benchmark, monkeypatch, tmp_path, capsys):
-    """Failed checks and slow kernels are listed, and operators with failed checks are not measured."""
+    """Failed checks, slow kernels and jobs without an end are listed; operators with failed checks are not measured."""
     gate = import_benchmark("gpu")
+    add = gate.Gate.add
+
+    def add_and_time_out(self, part, **row):
+        """Let the time be over when the endless job has started."""
+        add(self, part, **row)
+        if "waits" in row:
+            assert self.timer.interval == 240
+            self.timer.function()
+
+    monkeypatch.setattr(gate.Gate, "add", add_and_time_out)
     (tmp_path / "gpu_jobs.py").write_text(FAKE_JOBS, encoding="utf-8")
     monkeypatch.setattr(gate, "FOLDER", tmp_path)
     monkeypatch.setenv("PATH", "")  # git is absent
@@ -128,6 +144,7 @@ def test_gate_of_a_gpu(import_benchmark, monkeypatch, tmp_path, capsys):
     printed = capsys.readouterr().out + (tmp_path / "gpu.md").read_text(encoding="utf-8")
     expected = (
         "model: luna n=8 both: 4.000 ms, peer 3.000 ms",
+        "model: stuck: failed: not finished in time",
         "operator: dead: failed: exit status -6: ",
         "operator: wrong: outputs: failed: off by 0.31",
         "ops: right n=8 both: 9.000 ms in eager mode, 5.000 ms as a CUDA graph",
@@ -135,6 +152,39 @@ def test_gate_of_a_gpu(import_benchmark, monkeypatch, tmp_path, capsys):
     for line, start in zip(sorted(result["short"]), expected, strict=True):
         assert line.startswith(start) and printed.count(line) == 2
     assert "| right | n=8 | both | 9.000 | 8.000 | 5.000 |" in printed
+
+
+# Prints the jobs of `make gpu` that compare outputs and gradients, with the number of kernels that each compiles for an
+# H100. No kernel runs: the launches are recorded on the CPU.
+KERNELS_OF_JOBS = """
+import json, torch
+available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+from tests.kernels import gpu
+torch.cuda.is_available, gpu.DEVICE = available, torch.device("cpu")
+import aot, gpu_jobs
+from luna_mega.kernels import _dispatch
+from luna_mega.kernels.common import triton_launch
+_dispatch._unavailable_reason = lambda device: None
+for _, name, check, *options in gpu_jobs.check_jobs(gpu.NAMES):
+    if check == "outputs_and_gradients":
+        with triton_launch.recording(aot.TARGETS[90]) as launches:
+            gpu.run(name, *reversed(options))
+        count = len({aot.compile_launch(launch, 90)[0] for launch in launches})
+        print("JOB", json.dumps([name, *options, count]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.triton
+def test_a_job_of_the_gate_compiles_few_kernels(repo_root):
+    """A process compiles its kernels one after the other, so one job with all kernels would take the entire time."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    path = os.pathsep.join(str(repo_root / folder) for folder in ("benchmarks", "", "tests/kernels"))
+    variables = os.environ | {"TRITON_INTERPRET": "0", "PYTHONPATH": path}
+    printed = subprocess.check_output([sys.executable, "-c", KERNELS_OF_JOBS], env=variables, encoding="utf-8")
+    jobs = [json.loads(line[4:]) for line in printed.splitlines() if line.startswith("JOB ")]
+    assert len(jobs) == 4 * 8 * len({name for name, *_ in jobs}) > 600
+    assert [job for job in jobs if not 1 <= job[-1] <= 20] == []
 
 
 @pytest.mark.slow
