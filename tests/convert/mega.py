@@ -1,5 +1,7 @@
 """Small Mega checkpoints in fairseq's layout; the tensors are in the original's registration order."""
 
+from types import SimpleNamespace
+
 import torch
 
 from tests.convert.luna import checkpoint, linear
@@ -28,7 +30,7 @@ def norm(name, kind):
     }
 
 
-def layer(name, branch, norm_type, bias, ffn, rows=2 * WIDTH):
+def layer(name, branch, norm_type, bias, ffn=True, rows=2 * WIDTH):
     attention = f"{name}.mega_layer"
     tensors = {f"{attention}.gamma": torch.randn(2, SHARED), f"{attention}.beta": torch.randn(2, SHARED)}
     tensors |= norm(f"{attention}.norm", norm_type)
@@ -52,45 +54,47 @@ def relative_bias(rotary, chunk):
     return {"rel_pos_bias": torch.randn(2 * (chunk if (chunk or 0) > 0 else POSITIONS) - 1)}
 
 
-def mega(
-    arch="mega_lra_imdb",
-    branch="main",
-    *,
-    values=False,
-    norm_type="layernorm",
-    prenorm=False,
-    embed_norm=False,
-    rotary=False,
-    chunk=-1,
-    ffn=True,
-    classes=2,
-    towers=1,
-    depth=1,
-    **args,
-):
-    """Return an LRA checkpoint or, for such an `arch`, a raw speech checkpoint."""
-    model = {f"{BODY}.embed_tokens.embed.weight": torch.randn(VOCABULARY, WIDTH)}
-    if values:
-        model = {f"{BODY}.embed_tokens.{part}": torch.randn(WIDTH) for part in ("weight", "bias")}
-    if embed_norm:
-        model |= norm(f"{BODY}.embed_norm", norm_type)
+# What determines the tensors of a text model; other fields are args.
+SETTINGS = {"values": False, "norm_type": "layernorm", "prenorm": False, "embed_norm": False, "rotary": False}
+SETTINGS |= {"chunk": -1, "ffn": True, "classes": 2, "towers": 1, "depth": 1}
+
+
+def settings(defaults, args):
+    """Return the settings, which are removed from the args."""
+    return SimpleNamespace(**{name: args.pop(name, value) for name, value in defaults.items()})
+
+
+def body(name, s, branch, rows):
+    """Return the norms and layers of a stack."""
+    model = norm(f"{name}.embed_norm", s.norm_type) if s.embed_norm else {}
     for index in range(LAYERS):
-        model |= layer(f"{BODY}.layers.{index}", branch, norm_type, relative_bias(rotary, chunk), ffn)
-    if prenorm:
-        model |= norm(f"{BODY}.final_norm", norm_type)
-    for index in range(depth):
-        model |= linear(f"classifier.{index}.0", HIDDEN, HIDDEN if index else towers * WIDTH)
-    features = HIDDEN if depth else towers * WIDTH
-    model |= linear("sentence_projection_layer", classes, features, bias=False)
-    speech = arch.startswith("mega_sc")
-    kind = "image" if values else "text"
-    found = {"arch": arch, "task": "speech_commands" if speech else f"lra-{kind}"}
-    found |= {"input_type": None if speech else kind, "encoder_layers": LAYERS, "encoder_embed_dim": WIDTH}
-    found |= {"encoder_hidden_dim": VALUES, "encoder_ffn_embed_dim": FFN if ffn else 0, "z_dim": SHARED, "n_dim": EMA}
-    found |= {"chunk_size": chunk, "max_positions": POSITIONS, "norm_type": norm_type, "classifier_layers": depth}
-    found |= {"rel_pos_bias": "rotary" if rotary else "simple"}
-    found |= {"encoder_normalize_before": prenorm, "normalize_embedding": embed_norm}
-    return checkpoint(model, **found | args)
+        model |= layer(f"{name}.layers.{index}", branch, s.norm_type, relative_bias(s.rotary, s.chunk), s.ffn, rows)
+    return model | (norm(f"{name}.final_norm", s.norm_type) if s.prenorm else {})
+
+
+def sizes(side, s):
+    """Return the args that encoders and decoders have."""
+    found = {"layers": LAYERS, "embed_dim": WIDTH, "hidden_dim": VALUES, "ffn_embed_dim": FFN if s.ffn else 0}
+    args = {f"{side}_{name}": value for name, value in found.items()}
+    return args | {"rel_pos_bias": "rotary" if s.rotary else "simple", "normalize_embedding": s.embed_norm}
+
+
+def mega(arch="mega_lra_imdb", branch="main", **args):
+    """Return an LRA checkpoint or, for such an `arch`, a raw speech checkpoint."""
+    s = settings(SETTINGS, args)
+    model = {f"{BODY}.embed_tokens.embed.weight": torch.randn(VOCABULARY, WIDTH)}
+    if s.values:
+        model = {f"{BODY}.embed_tokens.{part}": torch.randn(WIDTH) for part in ("weight", "bias")}
+    model |= body(BODY, s, branch, 2 * WIDTH)
+    for index in range(s.depth):
+        model |= linear(f"classifier.{index}.0", HIDDEN, HIDDEN if index else s.towers * WIDTH)
+    features = HIDDEN if s.depth else s.towers * WIDTH
+    model |= linear("sentence_projection_layer", s.classes, features, bias=False)
+    kind, speech = "image" if s.values else "text", arch.startswith("mega_sc")
+    found = {"arch": arch, "task": "speech_commands" if speech else f"lra-{kind}"} | sizes("encoder", s)
+    found |= {"input_type": None if speech else kind, "z_dim": SHARED, "n_dim": EMA, "chunk_size": s.chunk}
+    found |= {"max_positions": POSITIONS, "norm_type": s.norm_type, "classifier_layers": s.depth}
+    return checkpoint(model, **found | {"encoder_normalize_before": s.prenorm} | args)
 
 
 PATCH, SIDE, CLASSES = 4, 3, 5
@@ -105,7 +109,7 @@ def mega_image(norm_type="layernorm", *, linear_patches=False, positions=True, h
     model["patch_embed.pemb.proj.bias"] = torch.randn(WIDTH)
     for index in range(LAYERS):
         bias = {"rel_pos_bias": torch.randn(2 * patches - 1)}
-        model |= layer(f"blocks.{index}", "flash", norm_type, bias, ffn=True)
+        model |= layer(f"blocks.{index}", "flash", norm_type, bias)
     model |= norm("final_norm", norm_type) | linear("out_proj.fc", WIDTH, WIDTH)
     model |= linear("pre_logits.fc", hidden, WIDTH) if hidden else {}
     model |= linear("head", CLASSES, hidden or WIDTH)

@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 
 from tests.convert.luna import checkpoint, linear
-from tests.convert.mega import EMA, FFN, LAYERS, POSITIONS, SHARED, VALUES, WIDTH, layer, norm, relative_bias
+from tests.convert.mega import EMA, POSITIONS, SHARED, WIDTH, body, settings, sizes
 
 VOCABULARY, CUTOFFS = 32, (12, 20)
 TAIL = "decoder.adaptive_softmax.tail"
@@ -22,79 +22,61 @@ def _embedding(size, cutoffs, factor):
     return model
 
 
-def _adaptive_softmax(model, size, cutoffs, factor, tied, tied_proj):
+def _adaptive_softmax(model, s):
     found, bands = {"decoder.adaptive_softmax.version": torch.tensor([1])}, "decoder.embed_tokens.embeddings"
-    head = "decoder.adaptive_softmax.head"
-    if tied:
+    head, cutoffs = "decoder.adaptive_softmax.head", s.softmax
+    if s.tied:
         found[f"{head}._float_tensor"] = torch.zeros(1)
         words = model[f"{bands}.0.0.weight"]
-        if size == WIDTH:
+        if s.size == WIDTH:
             found[f"{head}.word_proj.weight"] = words
         else:
-            found |= linear(f"{head}.word_proj.0", size, WIDTH, bias=False) | {f"{head}.word_proj.1.weight": words}
+            found |= linear(f"{head}.word_proj.0", s.size, WIDTH, bias=False) | {f"{head}.word_proj.1.weight": words}
         found |= linear(f"{head}.class_proj", len(cutoffs), WIDTH, bias=False)
     else:
         found |= linear(head, cutoffs[0] + len(cutoffs), WIDTH, bias=False)
     for tail, (start, end) in enumerate(pairwise((*cutoffs, VOCABULARY))):
-        width = int((size if tied else WIDTH) // factor ** (tail + 1))
+        width = int(s.size // s.factor ** (tail + 1) if s.tied else WIDTH // s.softmax_factor ** (tail + 1))
         found |= linear(f"{TAIL}.{tail}.0", width, WIDTH, bias=False)
         found |= linear(f"{TAIL}.{tail}.2", end - start, width, bias=False)
-        if tied:
+        if s.tied:
             found[f"{TAIL}.{tail}.2.weight"] = model[f"{bands}.{tail + 1}.0.weight"]
-        if tied_proj:
+        if s.tied_proj:
             found[f"{TAIL}.{tail}.0.weight"] = model[f"{bands}.{tail + 1}.1.weight"]
     return found
 
 
-def mega_lm(
-    arch="mega_lm_enwik8_base",
-    branch="main",
-    *,
-    size=WIDTH,
-    cutoffs=None,
-    softmax=None,
-    factor=2,
-    softmax_factor=2,
-    tied=False,
-    tied_proj=False,
-    norm_type="layernorm",
-    prenorm=True,
-    affine=True,
-    embed_norm=False,
-    rotary=True,
-    chunk=8,
-    ffn=True,
-    **args,
-):
-    """Return a language model checkpoint; `cutoffs` belong to an adaptive input, `softmax` to an adaptive softmax."""
-    model = {"decoder.version": torch.tensor([3.0])} | _embedding(size, cutoffs, factor)
-    if embed_norm:
-        model |= norm("decoder.embed_norm", norm_type)
-    for index in range(LAYERS):
-        bias = relative_bias(rotary, chunk)
-        model |= layer(f"decoder.layers.{index}", branch, norm_type, bias, ffn, rows=WIDTH)
-    if prenorm:
-        final = norm("decoder.final_norm", norm_type)
-        statistics = {key: tensor for key, tensor in final.items() if "running" in key or "tracked" in key}
-        model |= final if affine else statistics
-    if softmax is not None:
-        model |= _adaptive_softmax(model, size, softmax, factor if tied else softmax_factor, tied, tied_proj)
+# What determines the tensors: `cutoffs` belong to an adaptive input, `softmax` to an adaptive softmax; other fields are
+# args.
+SETTINGS = {"size": WIDTH, "cutoffs": None, "softmax": None, "factor": 2, "softmax_factor": 2, "tied": False}
+SETTINGS |= {"tied_proj": False, "norm_type": "layernorm", "prenorm": True, "affine": True, "embed_norm": False}
+SETTINGS |= {"rotary": True, "chunk": 8, "ffn": True}
+
+
+def mega_lm(arch="mega_lm_enwik8_base", branch="main", **args):
+    """Return a language model checkpoint."""
+    s = settings(SETTINGS, args)
+    model = {"decoder.version": torch.tensor([3.0])} | _embedding(s.size, s.cutoffs, s.factor)
+    model |= body("decoder", s, branch, WIDTH)
+    if not s.affine:
+        for part in ("weight", "bias"):
+            model.pop(f"decoder.final_norm.norm.{part}", None)
+    if s.softmax is not None:
+        model |= _adaptive_softmax(model, s)
     else:
         model |= linear("decoder.output_projection", VOCABULARY, WIDTH, bias=False)
-        if tied:
+        if s.tied:
             model["decoder.output_projection.weight"] = model["decoder.embed_tokens.weight"]
-    found = {"arch": arch, "task": "language_modeling", "decoder_layers": LAYERS, "decoder_embed_dim": WIDTH}
-    found |= {"criterion": "cross_entropy" if softmax is None else "adaptive_loss", "decoder_input_dim": size}
-    found |= {"decoder_hidden_dim": VALUES, "decoder_ffn_embed_dim": FFN if ffn else 0, "decoder_z_dim": SHARED}
-    found |= {"decoder_n_dim": EMA, "decoder_chunk_size": chunk, "max_target_positions": POSITIONS}
-    found |= {"normalization_type": norm_type, "normalize_before": prenorm, "normalize_embedding": embed_norm}
-    found |= {"rel_pos_bias": "rotary" if rotary else "simple", "no_affine_final_norm": not affine}
-    found |= {"activation_dropout": 0.0, "share_decoder_input_output_embed": tied and softmax is None}
-    found |= {"adaptive_input": cutoffs is not None, "adaptive_input_factor": factor}
-    found |= {"adaptive_input_cutoff": cutoffs and ",".join(map(str, cutoffs))}
-    found |= {"adaptive_softmax_cutoff": softmax and ",".join(map(str, softmax))}
-    found |= {"adaptive_softmax_factor": factor if tied else softmax_factor}
-    found |= {"tie_adaptive_weights": tied and softmax is not None, "tie_adaptive_proj": tied_proj}
+    found = {"arch": arch, "task": "language_modeling", "decoder_input_dim": s.size} | sizes("decoder", s)
+    found |= {"criterion": "cross_entropy" if s.softmax is None else "adaptive_loss", "decoder_z_dim": SHARED}
+    found |= {"decoder_n_dim": EMA, "decoder_chunk_size": s.chunk, "max_target_positions": POSITIONS}
+    found |= {"normalization_type": s.norm_type, "normalize_before": s.prenorm, "no_affine_final_norm": not s.affine}
+    found |= {"activation_dropout": 0.0, "share_decoder_input_output_embed": s.tied and s.softmax is None}
+    found |= {"adaptive_input": s.cutoffs is not None, "adaptive_input_factor": s.factor}
+    for name, cutoffs in (("input", s.cutoffs), ("softmax", s.softmax)):
+        found[f"adaptive_{name}_cutoff"] = cutoffs and ",".join(map(str, cutoffs))
+    found |= {"adaptive_softmax_factor": s.factor if s.tied else s.softmax_factor}
+    found |= {"tie_adaptive_weights": s.tied and s.softmax is not None, "tie_adaptive_proj": s.tied_proj}
     return checkpoint(model, **found | args)
 
 
