@@ -4,6 +4,7 @@ import json
 from math import inf
 
 import regex
+from transformers import RobertaTokenizer
 
 WORDS = regex.compile(r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+""")
 MERGES = ["Ġ t", "h e", "Ġt he", "a b", "ab c", "b c", "c a", "Ġ ab", "Ã ©", "abc ab", "Ġ Ġ", "Ġt h"]
@@ -46,6 +47,8 @@ class Gpt2:
         pieces = [*self.alphabet.values(), *("".join(pair) for pair in self.ranks)]
         self.number = {piece: str(index) for index, piece in enumerate(pieces)}
         self.seen = {}
+        names = ["<s>", "<pad>", "</s>", "<unk>", *pieces, "<mask>"]  # for the character ranges of pieces
+        self.roberta = RobertaTokenizer({name: index for index, name in enumerate(names)}, list(self.ranks))
 
     def pieces(self, text):
         found = []
@@ -57,21 +60,6 @@ class Gpt2:
 
     def bpe(self, word):
         return merge([self.alphabet[byte] for byte in word.encode()], self.ranks)
-
-    def offsets(self, text):
-        """Return the character range of every piece, without spaces at both ends."""
-        of_byte = [at for at, character in enumerate(text) for _ in character.encode()]
-        ranges, start = [], 0
-        for piece in self.pieces(text):
-            end = start + len(piece)
-            first, last = of_byte[start], of_byte[end - 1] + 1
-            start = end
-            while first < last and text[first] == " ":
-                first += 1
-            while last > first and text[last - 1] == " ":
-                last -= 1
-            ranges.append((first, last))
-        return ranges
 
     def encode(self, symbols, texts):
         """Return the ids that fairseq's `encode` and a dictionary of these symbols assign to the texts."""

@@ -186,6 +186,8 @@ VARIANTS = {
     **{f"only the architecture, {x}": (mega_lm.mega_lm, mega_lm.KINDS[x], only(*KEPT), {}) for x in ADAPTIVE},
     "only the architecture, Luna": (translation.luna_seq2seq, translation.SINUSOIDAL, only("arch"), {}),
     "only the architecture, Mega": (translation.mega_seq2seq, {}, only("arch"), {}),
+    # Rates and frequencies are not rounded.
+    "megalodon to bfloat16": (megalodon.folder, {"share_emb": True}, dict, {"dtype": "bfloat16"}),
     # Tensors take precedence over args.
     "other sizes": (
         mega.mega,
