@@ -47,21 +47,20 @@ class Client:
 
     def __call__(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Return the result of `function` in the process."""
-        value, error = self.attempt(function, *args, **kwargs)
-        assert error is None, error
-        return value
+        # the first call starts the process, which inherits these settings
+        with mock.patch.dict(os.environ, self.settings), mock.patch.object(sys, "path", [*self.path, *sys.path]):
+            return self.pool.submit(function, *args, **kwargs).result(timeout=PATIENCE)
 
     def error(self, function: Callable, *args: Any, **kwargs: Any) -> str:
         """Return the exception that `function` raises in the process, as "Type: message"."""
-        value, error = self.attempt(function, *args, **kwargs)
-        assert error is not None, value
-        return error
+        return self(_error_of, function, args, kwargs)
 
-    def attempt(self, function: Callable, *args: Any, **kwargs: Any) -> tuple[Any, str | None]:
-        """Run `function` in the process; return (result, None), or (None, "Type: message") if it raises."""
-        # the first call starts the process, which inherits these settings
-        with mock.patch.dict(os.environ, self.settings), mock.patch.object(sys, "path", [*self.path, *sys.path]):
-            return self.pool.submit(_attempt, function, args, kwargs).result(timeout=PATIENCE)
+
+def _error_of(function, args, kwargs):
+    try:
+        raise AssertionError(function(*args, **kwargs))
+    except (Exception, SystemExit) as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _start(package: bool) -> None:
@@ -72,13 +71,6 @@ def _start(package: bool) -> None:
         importlib.import_module("luna_mega")
     else:
         sys.modules["luna_mega"] = None
-
-
-def _attempt(function, args, kwargs):
-    try:
-        return function(*args, **kwargs), None
-    except (Exception, SystemExit) as error:
-        return None, f"{type(error).__name__}: {error}"
 
 
 def push(folder: Path, repository: str, auto_class: str) -> None:
@@ -109,11 +101,14 @@ def load(source: str | Path, auto_class: str, **options: Any) -> torch.nn.Module
     return kind.from_pretrained(source, **options).eval()
 
 
-def outputs(source: str | Path, auto_class: str, inputs: dict[str, list], **options: Any) -> dict[str, Any]:
+def outputs(
+    source: str | Path, auto_class: str, inputs: dict[str, list], compiled: bool = False, **options: Any
+) -> dict[str, Any]:
     """Return the name of the model class, its module, and all tensors of the model's output."""
     model = load(source, auto_class, **options)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compiled else model
     with torch.no_grad():
-        output = model(**{name: torch.tensor(value) for name, value in inputs.items()})
+        output = run(**{name: torch.tensor(value) for name, value in inputs.items()})
     tensors = {name: value.tolist() for name, value in output.items() if isinstance(value, torch.Tensor)}
     return {"class": type(model).__name__, "module": type(model).__module__, **tensors}
 
@@ -182,29 +177,8 @@ def run_code(code: str) -> str:
     return type(scope["model"]).__module__
 
 
-def gradients_of_several(folders: list[Path], inputs: dict[str, list]) -> list[tuple[str, float]]:
-    """Load a masked LM with the code of each folder and with the package; return their modules and gradients' norms.
-
-    The first model is compiled before the others are loaded, and is at the start and at the end of the result.
-    """
-    import luna_mega
-
-    def norm(model, run):
-        model.zero_grad()
-        run(**{name: torch.tensor(value) for name, value in inputs.items()}).logits.sum().backward()
-        gradients = [x.grad for x in model.parameters() if x.grad is not None]
-        return type(model).__module__, float(torch.nn.utils.get_total_norm(gradients))
-
-    code = [load(folder, "luna_mega_code/auto_luna.LunaForMaskedLM") for folder in folders[:1]]
-    compiled = torch.compile(code[0], backend="eager", fullgraph=True)
-    found = [norm(code[0], compiled)]
-    others = [load(folder, "luna_mega_code/auto_luna.LunaForMaskedLM") for folder in folders[1:]]
-    others.append(luna_mega.LunaForMaskedLM.from_pretrained(folders[0]).eval())
-    return [*found, *((norm(model, model)) for model in others), norm(code[0], compiled)]
-
-
 def load_with_versions(source: Path, auto_class: str, versions: dict[str, str], removed: list[str]) -> str:
-    """Load a folder as if other versions were installed; return the name of the class, or "Type: message".
+    """Load a folder as if other versions were installed; return the name of the class.
 
     The names in `removed` are then absent in transformers.
     """
@@ -214,7 +188,5 @@ def load_with_versions(source: Path, auto_class: str, versions: dict[str, str], 
         kept = {name: vars(module).pop(name) for name in removed}
         try:
             return type(load(source, auto_class, trust_remote_code=True)).__name__
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
         finally:
             vars(module).update(kept)

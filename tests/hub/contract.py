@@ -255,25 +255,16 @@ PLACES = st.sampled_from(
     ["model.safetensors", "../outside.safetensors", "/etc/passwd", "..\\x", "a/../b", "..", "a\0b"]
 )
 # Contents that are not a JSON object.
-NOT_OBJECTS = {
-    "empty": b"",
-    "open": b"{",
-    "array": b"[1]",
-    "null": b"null",
-    "deep array": b"[" * 100_000,
-    "deep object": b'{"a": ' * 50_000,
-    "not UTF-8": b"\0\xff",
-    "backslash": b"\\",
-    "long number": b'{"model_type": ' + b"9" * 5000 + b"}",
-}
-# Kind -> its values: a field of config.json, a file with another content, the auto_map, the index, a link.
+NOT_OBJECTS = [b"", b"{", b"[1]", b"null", b"\0\xff", b"\\", b"[" * 100_000, b'{"a": ' * 50_000]
+NOT_OBJECTS.append(b'{"model_type": ' + b"9" * 5000 + b"}")
+# Kind -> its values: a field of config.json, a file and its content (a share of its own, None: no file), the index, a link.
 DAMAGES = {
     "field": st.tuples(st.sampled_from(FIELD_NAMES), VALUES_OF_JSON),
     "content": st.tuples(
         st.sampled_from(["config.json", "generation_config.json", "README.md", "tokenizer.json", SAFE_WEIGHTS_NAME]),
-        st.sampled_from([*NOT_OBJECTS, 0.3, 0.9, "removed", "---\n[\n---\n"]) | st.binary(max_size=5),
+        st.sampled_from([*NOT_OBJECTS, 0.3, 0.9, None, b"---\n[\n---\n"]) | st.binary(max_size=5),
     ),
-    "auto_map": AUTO_MAPS,
+    "auto_map": st.tuples(st.just("auto_map"), AUTO_MAPS),
     "index": st.dictionaries(st.sampled_from("xy"), PLACES | VALUES_OF_JSON) | VALUES_OF_JSON,
     "link": st.sampled_from(["config.json", "README.md", "tokenizer.json", SAFE_WEIGHTS_NAME, "target", "1_Pooling"]),
 }
@@ -282,17 +273,13 @@ DAMAGES = {
 def damage(folder: Path, kind: str, value: Any) -> None:
     """Damage a folder in one way; next to it is a folder `elsewhere` with the same files."""
     if kind in ("field", "auto_map"):
-        name, new = value if kind == "field" else ("auto_map", value)
-        edit(folder, **{name: new})
+        edit(folder, **dict([value]))
     elif kind == "content":
         file, new = folder / value[0], value[1]
-        if new == "removed":
-            file.unlink()
-        elif isinstance(new, float):
-            content = file.read_bytes()
-            file.write_bytes(content[: int(new * len(content))])
-        else:
-            file.write_bytes(new if isinstance(new, bytes) else NOT_OBJECTS.get(new, new.encode()))
+        content = file.read_bytes()
+        file.unlink()
+        if new is not None:
+            file.write_bytes(content[: int(new * len(content))] if isinstance(new, float) else new)
     elif kind == "index":
         (folder / SAFE_WEIGHTS_NAME).unlink()
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps({"weight_map": value}), encoding="utf-8")
