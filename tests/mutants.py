@@ -142,12 +142,8 @@ def contexts(tests: list[str], file: Path) -> tuple[dict[tuple[str, int], set[st
 
 def copy(folder: Path) -> Path:
     """Return a copy of the files of the checkout as they are, with the C library."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, encoding="utf-8", check=True).stdout
-    libraries = [path.relative_to(ROOT) for path in (ROOT / "kernels").rglob("*.so")]
-    for name in [*listed.splitlines(), *libraries]:
-        if (ROOT / name).exists():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    unread = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "*_cache", "build", "dist", "outputs")
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=unread)
     if (ROOT / ".git").exists():  # tests of the repository ask git
         (folder / ".git").symlink_to(ROOT / ".git")
     return folder

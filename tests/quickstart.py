@@ -22,18 +22,10 @@ MEGA = {**SIZES, "shared_representation_size": 8, "ema_projection_size": 2, "nff
 MEGALODON = {**SIZES, "shared_representation_size": 8, "value_size": 16, "ema_projection_size": 2, "chunk_size": 8}
 MEGALODON |= {"num_attention_heads": 2, "norm_num_groups": 4}
 CHUNKS = {"is_decoder": True, "use_chunking": True, "chunk_size": 8}
-KINDS = {
-    "LunaForMaskedLM": LUNA,
-    "LunaForSequenceClassification": LUNA,
-    "LunaForCausalLM": LUNA | {"is_decoder": True},
-    "LunaForConditionalGeneration": LUNA,
-    "MegaForMaskedLM": MEGA,
-    "MegaForSequenceClassification": MEGA,
-    "MegaForCausalLM": MEGA | CHUNKS,
-    "MegaForConditionalGeneration": MEGA,
-    "MegalodonForSequenceClassification": MEGALODON,
-    "MegalodonForCausalLM": MEGALODON,
-}
+KINDS = {f"Luna{head}": LUNA for head in ("ForMaskedLM", "ForSequenceClassification", "ForConditionalGeneration")}
+KINDS |= {f"Mega{head}": MEGA for head in ("ForMaskedLM", "ForSequenceClassification", "ForConditionalGeneration")}
+KINDS |= {f"Megalodon{head}": MEGALODON for head in ("ForSequenceClassification", "ForCausalLM")}
+KINDS |= {"LunaForCausalLM": LUNA | {"is_decoder": True}, "MegaForCausalLM": MEGA | CHUNKS}
 # Suffix of the class -> pipeline task. transformers 5 has no pipeline for encoder-decoders.
 TASKS = {"MaskedLM": "fill-mask", "SequenceClassification": "text-classification", "CausalLM": "text-generation"}
 TEXT = "so good"

@@ -8,6 +8,7 @@ import argparse
 import functools
 import json
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -107,14 +108,12 @@ def save(state: State, folder: Path) -> Path:
 
 def _json(content: Any) -> str:
     """Return the content as JSON. Values that JSON does not support become descriptions; long numbers are kept."""
-    digits = "5,000 digits"
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {str(name): plain(inner) for name, inner in value.items()}
-        return digits if isinstance(value, int) and value > 10**4000 else value
-
-    return json.dumps(plain(content), default=repr).replace(json.dumps(digits), "1" + "0" * 5000)
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        return json.dumps(content, default=repr)
+    finally:
+        sys.set_int_max_str_digits(limit)
 
 
 def check_arrived(source: dict[str, torch.Tensor], ours: dict[str, torch.Tensor], report: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import struct
 
 import torch
@@ -10,14 +11,11 @@ MODEL = {"num_layers": 2, "model_dim": 16, "z_dim": 8, "value_dim": 24, "num_hea
 MODEL |= {"cema_ndim": 3, "chunk_size": 8, "vocab_size": -1, "output_size": -1, "norm_num_groups": 4}
 PIECES = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3), ("\u2581a", -0.0, 1), ("bc", -1.0, 1)]
 PIECES += [(letter, -2.0 - index, 1) for index, letter in enumerate("\u2581abc")]
-# Dimension along which the original shards a tensor -> ends of the tensor names. Other tensors are replicated.
+# Dimension along which the original shards a tensor -> names of the tensors. Other tensors are replicated.
 SPLIT = {
-    0: ("wz.weight", "wz.bias", "wv.weight", "wv.bias", "wr.weight", "wr.bias", "wh1.weight", "wh1.bias", "fc1.weight",
-        "fc3.weight", "cema.alpha", "cema.delta", "cema.theta", "cema.gamma", "cema.omega", "timenorm.weight",
-        "timenorm.bias", "timenorm.prior_mean", "timenorm.prior_logv", "final_norm.weight", "final_norm.bias",
-        "final_norm.prior_mean", "final_norm.prior_logv"),
-    1: ("embed.weight", "output.output.weight", "wh2.weight", "fc2.weight", "mega.gamma", "mega.beta"),
-}  # fmt: skip
+    0: re.compile(r".*(\.(wz|wv|wr|wh1|fc1|fc3)\.(weight|bias)|cema\.\w+|(timenorm|final_norm)\.(?!prior_count)\w+)"),
+    1: re.compile(r"embed\.weight|.*(output\.output\.weight|wh2\.weight|fc2\.weight|mega\.gamma|mega\.beta)"),
+}
 
 
 def state(vocabulary=9, **settings):
@@ -35,8 +33,8 @@ def state(vocabulary=9, **settings):
     shapes = {"embed.weight": (vocabulary, d)}
     layer = {"mega.gamma": (2, z), "mega.beta": (2, z), "mega.cema.alpha": (d, n, 1), "mega.cema.delta": (d, n, 1)}
     layer |= {"mega.cema.theta": (d, 1, 1), "mega.cema.gamma": (d, n, 2), "mega.cema.omega": (d, 1)}
-    layer |= {"mega.wz.weight": (z, d), "mega.wz.bias": (z,), "mega.wv.weight": (v, d), "mega.wv.bias": (v,)}
-    layer |= {"mega.wr.weight": (v, d), "mega.wr.bias": (v,), "mega.wh1.weight": (d, d), "mega.wh1.bias": (d,)}
+    for name, rows in (("wz", z), ("wv", v), ("wr", v), ("wh1", d)):
+        layer |= {f"mega.{name}.weight": (rows, d), f"mega.{name}.bias": (rows,)}
     layer |= {"mega.wh2.weight": (d, v), "nffn.fc1.weight": (f, d), "nffn.fc2.weight": (d, f)}
     if c.get("norm_affine", True):
         layer |= {"mega.rmsnorm.weight": (d,), "nffn.norm.weight": (d,), "nffn.norm.bias": (d,)}
@@ -58,7 +56,7 @@ def state(vocabulary=9, **settings):
 def part(name, tensor, rank, ranks):
     """Return the part of a tensor that a rank saves."""
     for dimension, names in SPLIT.items():
-        if name.endswith(names):
+        if names.fullmatch(name):
             return tensor.chunk(ranks, dimension)[rank].clone()
     return tensor
 

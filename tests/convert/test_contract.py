@@ -109,13 +109,9 @@ def file(tmp_path):
     return save(built("luna_lra, 2021"), tmp_path)
 
 
-# What happens while a conversion writes -> exit status of the command, None if the exception is not caught.
-FAILURES = {"SIGINT": 130, "SIGTERM": 143, "an exception": None}
-
-
 @pytest.mark.parametrize("there", [False, True])
-@pytest.mark.parametrize("failure", FAILURES)
-def test_failed_write_leaves_no_files(file, tmp_path, monkeypatch, failure, there):
+@pytest.mark.parametrize(("signal_name", "status"), [("SIGINT", 130), ("SIGTERM", 143), (None, None)])
+def test_failed_write_leaves_no_files(file, tmp_path, monkeypatch, signal_name, status, there):
     """A conversion that fails or ends by a signal after the weights are on the disk leaves no files."""
     output = tmp_path / "model" if there else tmp_path / "x" / "y"
     if there:
@@ -124,9 +120,9 @@ def test_failed_write_leaves_no_files(file, tmp_path, monkeypatch, failure, ther
 
     def fail(report, folder):
         assert (folder / "model.safetensors").is_file()
-        if FAILURES[failure] is None:
+        if signal_name is None:
             raise LookupError
-        signal.raise_signal(getattr(signal, failure))
+        signal.raise_signal(getattr(signal, signal_name))
 
     monkeypatch.setattr(importer.Report, "save", fail)
     try:
@@ -134,7 +130,7 @@ def test_failed_write_leaves_no_files(file, tmp_path, monkeypatch, failure, ther
             sys.exit(luna_mega_cli.main(["convert", str(file), "--output", str(output)]))
     finally:
         signal.signal(signal.SIGINT, handler)
-    assert getattr(raised.value, "code", None) == FAILURES[failure] and sorted(tmp_path.rglob("*")) == before
+    assert getattr(raised.value, "code", None) == status and sorted(tmp_path.rglob("*")) == before
 
 
 def test_files_of_a_killed_conversion_are_removed_by_the_next(file, tmp_path, monkeypatch, with_code):

@@ -4,6 +4,7 @@ A row of `CONVERSIONS` is a checkpoint with files next to it and the tokenizer a
 of `FAULTS` is one with the error. `test_tokenizer.py` compares tokenizers with the steps of the original.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,8 +47,7 @@ def translation(**fields: Any) -> State:
     return checkpoint(mega_seq2seq(**fields))
 
 
-def two_vocabularies() -> State:
-    return translation(**MEGA_KINDS["two vocabularies"])
+two_vocabularies = functools.partial(translation, **MEGA_KINDS["two vocabularies"])
 
 
 class Row(NamedTuple):
@@ -172,6 +172,9 @@ def test_dictionaries_labels_and_tokenizer(tmp_path, monkeypatch, name):
     assert ("AutoTokenizer" in card) is (row.ids is not None) is (report.tokenizer is not None)
     assert saved_report(output)["tokenizer"] == report.tokenizer
     if row.ids is None:
+        if "bpe" in "".join(row.report):
+            with pytest.raises(ValueError, match="the folder has no tokenizer.*--bpe"):
+                AutoTokenizer.from_pretrained(output)
         assert not (output / "tokenizer.json").exists()
         return
     tokenizer = AutoTokenizer.from_pretrained(output)
@@ -184,12 +187,6 @@ def test_dictionaries_labels_and_tokenizer(tmp_path, monkeypatch, name):
         assert row.ids[0] != 2 or "w0" in row.text or tokenizer.decode(row.ids, skip_special_tokens=True) == row.text
     if (output / "target").exists():
         assert len(AutoTokenizer.from_pretrained(output, subfolder="target")) == model.config.decoder_config.vocab_size
-
-
-def test_the_error_of_a_folder_without_a_tokenizer_names_the_option(tmp_path):
-    convert_checkpoint(save(bert(), tmp_path), tmp_path / "model")
-    with pytest.raises(ValueError, match="the folder has no tokenizer.*--bpe"):
-        AutoTokenizer.from_pretrained(tmp_path / "model")
 
 
 A, AB = {"dictionaries": ["a"]}, {"dictionaries": ["a", "b"]}

@@ -248,16 +248,12 @@ def thinned(tmp_path):
     return gpt2(tmp_path, ["Ġthe", "ab", "Ã"]).tokenizer
 
 
-def test_missing_pieces_have_no_other_ids(thinned):
+def test_missing_pieces_have_no_other_ids_and_tokens_are_added(thinned, tmp_path):
     size, he = len(thinned), thinned.get_vocab()["he"]
     assert thinned.convert_tokens_to_ids(["Ġthe", "he", "<mask>"]) == [3, he, size - 1]
     assert (thinned.decode(he), thinned.decode([[he]]), thinned.decode(thinned("he"))) == ("he", ["he"], "<s>he</s>")
     overflowing = thinned("abc the" * 9, max_length=6, truncation=True, return_overflowing_tokens=True)
     assert len(overflowing.input_ids) > 3 and max(map(max, overflowing.input_ids)) < size
-
-
-def test_thinned_tokenizer_takes_new_tokens(thinned, tmp_path):
-    size = len(thinned)
     assert thinned.add_tokens(["xyz"]) == 1 and thinned.add_special_tokens({"extra_special_tokens": ["<e>"]}) == 1
     assert len(thinned) == size + 2 and thinned.vocab_size == size
     assert thinned.get_added_vocab()["xyz"] == thinned.get_vocab()["xyz"] == size

@@ -38,23 +38,19 @@ def make_models(folder: Path) -> None:
 def make_data(folder: Path) -> None:
     rows = [{"text": text, "label": index % 2} for index, text in enumerate(["so good", "so bad"] * 10)]
     pd.DataFrame(rows).to_csv(folder / "reviews.csv", index=False)
-    films = folder / "stanfordnlp" / "imdb"
-    films.mkdir(parents=True)
-    for split in ("train", "test"):
-        pd.DataFrame(rows[:4]).to_parquet(films / f"{split}-00000-of-00001.parquet")
-    sentences = folder / "stanfordnlp" / "sst2"
-    sentences.mkdir()
-    for split in ("train", "validation"):
-        renamed = pd.DataFrame(rows[:4]).rename(columns={"text": "sentence"})
-        renamed.to_parquet(sentences / f"{split}-00000-of-00001.parquet")
-    words = folder / "Salesforce" / "wikitext"
-    (words / "wikitext-2-v1").mkdir(parents=True)
-    for split in ("train", "validation", "test"):
-        lines = ["the history of a long war , the end of it .", ""] * 60
-        pd.DataFrame({"text": lines}).to_parquet(words / "wikitext-2-v1" / f"{split}-00000-of-00001.parquet")
+    films, history = pd.DataFrame(rows[:4]), ["the history of a long war , the end of it .", ""] * 60
+    tables = {f"stanfordnlp/imdb/{split}": films for split in ("train", "test")}
+    sentences = films.rename(columns={"text": "sentence"})
+    tables |= {f"stanfordnlp/sst2/{split}": sentences for split in ("train", "validation")}
+    words = pd.DataFrame({"text": history})
+    tables |= {f"Salesforce/wikitext/wikitext-2-v1/{split}": words for split in ("train", "validation", "test")}
+    for name, table in tables.items():
+        file = folder / f"{name}-00000-of-00001.parquet"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        table.to_parquet(file)
     card = "---\nconfigs:\n- config_name: wikitext-2-v1\n  data_files:\n"
     card += "".join(f"  - split: {split}\n    path: wikitext-2-v1/{split}-*\n" for split in ("train", "validation"))
-    (words / "README.md").write_text(f"{card}---\n", encoding="utf-8")
+    (folder / "Salesforce" / "wikitext" / "README.md").write_text(f"{card}---\n", encoding="utf-8")
 
 
 def make(folder: Path) -> Path:

@@ -257,7 +257,7 @@ PLACES = st.sampled_from(
 # Contents that are not a JSON object.
 NOT_OBJECTS = [b"", b"{", b"[1]", b"null", b"\0\xff", b"\\", b"[" * 100_000, b'{"a": ' * 50_000]
 NOT_OBJECTS.append(b'{"model_type": ' + b"9" * 5000 + b"}")
-# Kind -> its values: a field of config.json; a file with its content, a share of it, or None (no file); the index; a link.
+# Kind -> its values: a field of config.json; a file and its content, a share of it, or None; the index; a link.
 DAMAGES = {
     "field": st.tuples(st.sampled_from(FIELD_NAMES), VALUES_OF_JSON),
     "content": st.tuples(
