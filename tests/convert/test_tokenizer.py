@@ -344,6 +344,14 @@ def test_symbols_of_words(tmp_path):
     assert encoded.input_ids == encode("the 255 x") and encoded.word_ids() == [None, 0, 1, 2, None]
 
 
+def test_truncation_keeps_the_end_and_can_do_as_the_original(tmp_path):
+    tokenizer, encode, *_ = words(tmp_path, True)
+    text, options = "the a 9 255 é 😀", {"truncation": True, "max_length": 6}
+    assert tokenizer(text, **options).input_ids == [*encode(text)[:5], 2]
+    original = tokenizer(f"<CLS> {text} </s>", add_special_tokens=False, **options).input_ids
+    assert original == encode(text)[:6]
+
+
 # Symbols of a translation model, a text, its ids and the decoded text. The symbol `@@` is a word, not the start of one.
 TRANSLATIONS = [
     (["▁ein", "▁Ha", "us", "."], "▁ein ▁Ha us .", [4, 5, 6, 7, 2], "ein Haus."),
