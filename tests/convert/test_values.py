@@ -286,6 +286,19 @@ def test_values(tmp_path, case):
     assert json.dumps(record(*CASES[case], tmp_path)) == json.dumps(golden()[case])
 
 
+@pytest.mark.parametrize("branch", ["main", "flash"])
+def test_branches(tmp_path, branch):
+    """The order of the tensors identifies the branch, since names and shapes are the same in both."""
+    weight, damping = {"main": ("delta", "alpha"), "flash": ("alpha", "delta")}[branch]
+    state = mega.mega(branch=branch)
+    report = convert_checkpoint(save(state, tmp_path), tmp_path / "model")
+    average = load(tmp_path / "model").mega.layers[1].mega_layer.ema_gate
+    source = f"{mega.BODY}.layers.1.mega_layer.move"
+    assert torch.equal(average.damping_factor, state["model"][f"{source}.{weight}"])
+    assert torch.equal(average.decay_factor, state["model"][f"{source}.{damping}"])
+    assert f"of the branch {branch}" in str(report)
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_order_of_neither_branch(tmp_path, order):
     file = save(reordered(order)(mega.mega()), tmp_path)
