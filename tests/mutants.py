@@ -10,20 +10,21 @@ when its module is imported. A mutant that is not noticed within the limit count
 
 import argparse
 import ast
-import functools
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Queue
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -33,51 +34,54 @@ ROOMS = {  # the sources and the tests of a room
     "models": ("modeling_common modeling_luna modeling_mega modeling_megalodon", "tests/modeling"),
     "convert": ("convert", "tests/convert"),
     "scripts": ("luna_mega/training examples", "tests/examples"),
-    "rest": (
-        "luna_mega luna_mega_cli docs/site :!luna_mega/training",
-        "tests/hub tests/inspection tests/docs tests/test_*.py",
-    ),
+    "rest": ("luna_mega luna_mega_cli docs/site", "tests/hub tests/inspection tests/docs tests/test_*.py"),
 }
-OPERATORS = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And,
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.FloorDiv: ast.Mult,
-}  # fmt: skip
+COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "==", ast.Is: "is not"}
+COMPARISONS |= {ast.IsNot: "is", ast.In: "not in", ast.NotIn: "in"}
+ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.Mult: "/", ast.FloorDiv: "*"}
+OPERATOR = re.compile(r"\s*(<=|>=|==|!=|<|>|is not|is|not in|in|\+|-|\*|//|and|or)\s*")
 
 
 class Mutant(NamedTuple):
-    """One change: the file, its line, the expression before and after the change, and the text of the changed file."""
+    """One change: the file, its first and last offset in bytes, the line, and the old and new text."""
 
     file: str
+    start: int
+    end: int
     line: int
     old: str
     new: str
-    text: str
 
 
-def mutant_of(file: str, tree: ast.Module, node: ast.expr, field: str, value: Any) -> Mutant:
-    """Return the change that gives a field of a node of the tree another value."""
-    before, old = ast.unparse(node), getattr(node, field)
-    setattr(node, field, value)
-    found = Mutant(file, node.lineno, before, ast.unparse(node), ast.unparse(tree))
-    setattr(node, field, old)
-    return found
+def changes(file: str) -> Iterator[Mutant]:
+    """Yield all changes of a file: comparisons, arithmetic, integers, booleans, `and` and `or`; not in errors."""
+    data = (ROOT / file).read_bytes()
+    tree, starts = ast.parse(data), [0]
+    for line in data.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
 
+    def change(start: tuple[int, int], end: tuple[int, int], new: str) -> Mutant:
+        first, last = (starts[line - 1] + column for line, column in (start, end))
+        return Mutant(file, first, last, data[:first].count(b"\n") + 1, data[first:last].decode(), new)
 
-@functools.cache
-def changes(file: str) -> list[tuple]:
-    """Return all changes of a file: comparisons, arithmetic, integers, booleans, `and` and `or`; not in errors."""
-    tree, found = ast.parse((ROOT / file).read_bytes()), []
+    def between(left: ast.expr, right: ast.expr, new: str) -> Iterator[Mutant]:
+        found = change((left.end_lineno, left.end_col_offset), (right.lineno, right.col_offset), f" {new} ")
+        if OPERATOR.fullmatch(found.old):
+            yield found
+
     in_errors = {id(part) for node in ast.walk(tree) if isinstance(node, ast.Raise) for part in ast.walk(node)}
-    for node in (node for node in ast.walk(tree) if id(node) not in in_errors):
+    for node in ast.walk(tree):
+        if id(node) in in_errors:
+            continue
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
-            found.append((file, tree, node, "ops", (OPERATORS[type(node.ops[0])](),)))
-        elif isinstance(node, ast.BinOp | ast.BoolOp) and type(node.op) in OPERATORS:
-            found.append((file, tree, node, "op", OPERATORS[type(node.op)]()))
+            yield from between(node.left, node.comparators[0], COMPARISONS[type(node.ops[0])])
+        elif isinstance(node, ast.BinOp) and type(node.op) in ARITHMETIC:
+            yield from between(node.left, node.right, ARITHMETIC[type(node.op)])
+        elif isinstance(node, ast.BoolOp) and len(node.values) == 2:
+            yield from between(*node.values, "or" if isinstance(node.op, ast.And) else "and")
         elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
             new = node.value + 1 if type(node.value) is int else not node.value
-            found.append((file, tree, node, "value", new))
-    return found
+            yield change((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset), str(new))
 
 
 def choose(sources: list[str], number: int, seed: str) -> list[Mutant]:
@@ -86,12 +90,12 @@ def choose(sources: list[str], number: int, seed: str) -> list[Mutant]:
         ["git", "ls-files", *sources], cwd=ROOT, capture_output=True, encoding="utf-8", check=True
     ).stdout
     files = [file for file in listed.split() if file.endswith(".py") and "__init__" not in file]
-    rng, chosen = random.Random(seed), {}
+    rng, chosen = random.Random(seed), []
     while len(chosen) < number:
-        found = changes(rng.choice(files))
-        if found:
-            chosen[rng.choice(found)] = None
-    return [mutant_of(*change) for change in chosen]
+        found = sorted(changes(rng.choice(files)))
+        if found and (mutant := rng.choice(found)) not in chosen:
+            chosen.append(mutant)
+    return chosen
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -142,8 +146,12 @@ def contexts(tests: list[str], file: Path) -> tuple[dict[tuple[str, int], set[st
 
 def copy(folder: Path) -> Path:
     """Return a copy of the files of the checkout as they are, with the C library."""
-    unread = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "*_cache", "build", "dist", "outputs")
-    shutil.copytree(ROOT, folder, symlinks=True, ignore=unread)
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, encoding="utf-8", check=True).stdout
+    libraries = [path.relative_to(ROOT) for path in (ROOT / "kernels").rglob("*.so")]
+    for name in [*listed.splitlines(), *libraries]:
+        if (ROOT / name).exists():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
     if (ROOT / ".git").exists():  # tests of the repository ask git
         (folder / ".git").symlink_to(ROOT / ".git")
     return folder
@@ -155,7 +163,7 @@ def try_mutant(checkout: Path, mutant: Mutant, chosen: set[str], limit: float) -
         return False, "no test executes the line"
     file = checkout / mutant.file
     data = file.read_bytes()
-    file.write_text(mutant.text, encoding="utf-8")
+    file.write_bytes(data[: mutant.start] + mutant.new.encode() + data[mutant.end :])
     (listed := checkout / "chosen.json").write_text(json.dumps(sorted(chosen)), encoding="utf-8")
     tests = sorted({name.partition("::")[0] for name in chosen})
     options = ["-x", "-p", "no:xdist", "-p", "tests.mutants", "--tb=no", "--hypothesis-profile=unreduced", *tests]
@@ -179,38 +187,44 @@ def main() -> None:
     parser.add_argument("number", type=int)
     parser.add_argument("seed")
     parser.add_argument("--at", type=int, nargs="+", help="run only the mutants with these numbers")
-    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds for the tests of a mutant")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--contexts", type=Path, help="coverage of the tests of the room, which is written once")
     arguments = parser.parse_args()
     room, _, part = arguments.room.partition("/")
     sources, tests = (value.split() for value in ROOMS[room])
     sources = [f"{sources[0]}/{part}"] if part else sources
+    if room == "rest":
+        sources.append(":!luna_mega/training")
     tests = [str(path.relative_to(ROOT)) for pattern in tests for path in sorted(ROOT.glob(pattern))]
-    mutants = dict(enumerate(choose(sources, arguments.number, arguments.seed)))
+    chosen = choose(sources, arguments.number, arguments.seed)
     with tempfile.TemporaryDirectory() as folder:
         lines, everything = contexts(tests, (arguments.contexts or Path(folder) / "contexts").resolve())
         checkouts: Queue[Path] = Queue()
         for job in range(arguments.jobs):
             checkouts.put(copy(Path(folder) / f"{job}"))
+        # Statements of several lines count for their first line, and kernels of the interpreter for none.
+        interpreted = {name for name in everything if "triton" in name}
 
         def check(number: int) -> bool:
-            mutant, start = mutants[number], time.monotonic()
-            # Statements of several lines count for their first line, and kernels of the interpreter for none.
+            mutant, start = chosen[number], time.monotonic()
             above = (lines.get((mutant.file, line)) for line in range(mutant.line, max(mutant.line - 8, 0), -1))
             found = next((tests for tests in above if tests is not None), set())
             if not found:
-                found = {name for name in everything if "triton" in name or "triton" not in mutant.file}
+                found = interpreted if "triton" in mutant.file else everything
             checkout = checkouts.get()
-            noticed, reason = try_mutant(checkout, mutant, found, arguments.limit)
-            checkouts.put(checkout)
-            change = f"{mutant.file}:{mutant.line}: {mutant.old} -> {mutant.new}"
+            try:
+                noticed, reason = try_mutant(checkout, mutant, found, arguments.limit)
+            finally:
+                checkouts.put(checkout)
+            change = f"{mutant.file}:{mutant.line}: {mutant.old.strip()} -> {mutant.new.strip()}"
             state = "noticed" if noticed else "SURVIVED"
             print(f"{number:3} {state} {time.monotonic() - start:4.0f} s  {change}  ({reason})", flush=True)
             return noticed
 
+        numbers = arguments.at or range(arguments.number)
         with ThreadPoolExecutor(arguments.jobs) as pool:
-            results = list(pool.map(check, arguments.at or mutants))
+            results = list(pool.map(check, numbers))
     print(f"{arguments.room}, seed {arguments.seed}: {sum(results)} of {len(results)} mutants noticed")
 
 
