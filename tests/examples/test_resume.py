@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from luna_mega.training.streams import Reseeded
 from tests.examples.contract import BERT, CHUNKS, MEGA
 from tests.examples.runs import TINY, assert_error, log_history, steps
 from tests.marks import slow_but
@@ -105,21 +104,6 @@ def test_resumed_run_equals_the_uninterrupted_run(train, case, monkeypatch):
     resumed = train("resumed", *CASES[case], "--resume_from_checkpoint", complete / f"checkpoint-{SAVED}")
     assert steps(resumed) == STEPS
     assert_equal(resumed, complete, after=SAVED)
-
-
-def test_reseeded_examples_leave_the_global_generators_unchanged():
-    class Examples:
-        def __getitem__(self, index: int) -> tuple:
-            return torch.rand(()).item(), random.random(), np.random.rand()
-
-    split = Reseeded(Examples(), seed=1)
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    first = [split[0], split[1]]
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert [random.getstate(), np.random.get_state()[1].tolist()] == [*states[1:]]
-    assert [split[0], split[1]] == first and first[0] != first[1]
-    split.set_epoch(1)
-    assert all(again != before for again, before in zip(split[0], first[0], strict=True))
 
 
 def test_checkpoint_at_the_end_of_an_epoch(train):
