@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, Seq2SeqTrainingArguments
 from luna_mega.training import ModelArguments
 from luna_mega.training.tokenizers import train_bpe, train_joint_bpe
 from luna_mega_cli import script_options
+from tests.examples.conftest import EXAMPLES
 from tests.examples.contract import SCRIPTS, texts
 from tests.examples.runs import assert_error
 
@@ -133,9 +134,9 @@ def test_other_names(script, capsys, name, option, answer):
 
 
 @pytest.mark.parametrize("name", ["eval_lm", "lra/run_lra"])
-def test_names_are_checked_before_the_imports(examples_dir, tmp_path, name):
+def test_names_are_checked_before_the_imports(tmp_path, name):
     """A script reports an unknown option without importing torch and transformers."""
-    command = [sys.executable, "-X", "importtime", str(examples_dir / f"{name}.py"), "--output_dir", str(tmp_path)]
+    command = [sys.executable, "-X", "importtime", str(EXAMPLES / f"{name}.py"), "--output_dir", str(tmp_path)]
     result = subprocess.run([*command, "--recip", "x"], capture_output=True, encoding="utf-8", check=False)
     assert result.returncode == 2 and "unknown option --recip; did you mean --recipe?" in result.stderr
     imported = {line.rpartition("|")[2].strip() for line in result.stderr.splitlines()}

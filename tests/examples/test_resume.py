@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from luna_mega.training.streams import Reseeded
 from tests.examples.contract import BERT, CHUNKS, MEGA
 from tests.examples.runs import TINY, assert_error, log_history, steps
 from tests.marks import slow_but
@@ -104,6 +105,21 @@ def test_resumed_run_equals_the_uninterrupted_run(train, case, monkeypatch):
     resumed = train("resumed", *CASES[case], "--resume_from_checkpoint", complete / f"checkpoint-{SAVED}")
     assert steps(resumed) == STEPS
     assert_equal(resumed, complete, after=SAVED)
+
+
+class Draws:
+    """Examples that are global random numbers."""
+
+    def __getitem__(self, index: int) -> float:
+        return random.random()
+
+
+def test_global_random_numbers_of_examples():
+    """They differ by index and epoch, and the state of the generator does not change."""
+    split, state = Reseeded(Draws(), seed=1), random.getstate()
+    first = [split[0], split[1], split[0]]
+    split.set_epoch(1)
+    assert first[0] == first[2] and len({*first, split[0]}) == 3 and random.getstate() == state
 
 
 def test_checkpoint_at_the_end_of_an_epoch(train):

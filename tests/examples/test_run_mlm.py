@@ -18,10 +18,10 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, default_data_colla
 
 from luna_mega.training.streams import Redrawn, Stream
 from luna_mega.training.tokenizers import train_bpe
+from tests.examples.conftest import EXAMPLES
 from tests.examples.contract import SCRIPTS, texts
 from tests.examples.runs import QUIET, TINY, assert_error, log_history, steps, write
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
 BOS, EOS = 0, 2
 BATCH_OF_ONE = ["--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 4]
