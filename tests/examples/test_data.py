@@ -152,21 +152,6 @@ def classify(call, tmp_path):
 NEW = ["--do_train", "--max_steps", 1, *SCRIPTS["run_image_classification"].model]
 
 
-def test_models_of_other_images(classify, tmp_path):
-    """The folder of a model has the image size, the channels and the evaluation transform."""
-    SCRIPTS["run_image_classification"].write(tmp_path / "data", train=16, validation=8)
-    output, other = tmp_path / "out", tmp_path / "other"
-    classify(*NEW, "--label_smoothing_factor", 0.1)
-    config = AutoModelForImageClassification.from_pretrained(output).config
-    assert (config.image_size, config.max_positions, config.num_channels) == (8, 4, 1)
-    again = ["--model_name_or_path", output, "--do_eval", "--output_dir", other]
-    for option, value, found in (("--image_size", 12, "12 in 1"), ("--channels", 3, "8 in 3")):
-        message = f"reads images of 8 x 8 in 1 channels, not of {found}"
-        assert_error(classify, message, *again, option, value, output=other)
-    (output / "preprocessor_config.json").unlink()
-    assert_error(classify, "out.*preprocessor_config.json", *again, output=other)
-
-
 @pytest.mark.parametrize("kind", ["files", "image feature"])
 def test_images_in_color(classify, tmp_path, kind):
     draw, labels = np.random.default_rng(0), HALVES * 4

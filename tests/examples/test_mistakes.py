@@ -305,6 +305,25 @@ def test_incomplete_rows(name, main, tmp_path):
         main(message, name, write(rows, tmp_path / f"empty-{column}" / f"train.{row.suffix}"))
 
 
+SAVED = {  # options that do not fit a saved model
+    "run_audio": [(["--sampling_rate", 500], "--sampling_rate 500: .* has 1000")],
+    "run_image_classification": [
+        (["--image_size", 12], "reads images of 8 x 8 in 1 channels, not of 12 in 1"),
+        (["--channels", 3], "reads images of 8 x 8 in 1 channels, not of 8 in 3"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_models_of_other_inputs(name, main, train, tmp_path):
+    """The processor of a saved model determines its inputs; it is an error if the folder has none."""
+    source = [name, tmp_path / f"data-{name}", "--model_name_or_path", train("saved", name, "--max_steps", 1)]
+    for options, message in SAVED[name]:
+        main(message, *source, *options)
+    (tmp_path / "saved" / "preprocessor_config.json").unlink()
+    main("saved.*preprocessor_config.json", *source)
+
+
 DAMAGED = ["run_glue", "run_mlm", "run_race", "run_image_classification"]
 
 
