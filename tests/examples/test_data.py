@@ -143,13 +143,11 @@ def test_invalid_images():
 
 @pytest.fixture
 def classify(call, tmp_path):
-    """Return a function that runs run_image_classification.py on the images in `data`."""
+    """Return a function that trains a classifier on the images in `data`."""
     row = SCRIPTS["run_image_classification"]
     paths = ["--dataset_path", tmp_path / "data", "--output_dir", tmp_path / "out", *row.data]
-    return partial(call, "run_image_classification", *paths, "--per_device_train_batch_size", 8)
-
-
-NEW = ["--do_train", "--max_steps", 1, *SCRIPTS["run_image_classification"].model]
+    new = [*row.model, "--do_train", "--max_steps", 1, "--per_device_train_batch_size", 8]
+    return partial(call, "run_image_classification", *paths, *new)
 
 
 @pytest.mark.parametrize("kind", ["files", "image feature"])
@@ -165,7 +163,7 @@ def test_images_in_color(classify, tmp_path, kind):
         else:
             table = Dataset.from_dict({"image": colored, "label": labels}).cast_column("image", datasets.Image())
             table.to_parquet(tmp_path / "data" / f"{split}.parquet")
-    summary = classify(*NEW, "--do_eval", "--horizontal_flip")
+    summary = classify("--do_eval", "--horizontal_flip")
     assert summary["train_samples"] == 8 and "eval_accuracy" in summary
     assert AutoModelForImageClassification.from_pretrained(tmp_path / "out").config.num_channels == 3
 
@@ -190,11 +188,11 @@ def test_mixup_is_training_only(classify, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", timm)
     monkeypatch.setitem(sys.modules, "timm.data", timm.data)
     more = ["--mixup", 0.8, "--cutmix", 1.0, "--do_eval", "--eval_strategy", "epoch"]
-    summary = classify(*NEW, *more, "--max_steps", 4)
+    summary = classify(*more, "--max_steps", 4)
     assert SwapHalves.batches == [8] * 4 and 0.0 <= summary["eval_accuracy"] <= 1.0
     message = "--mixup and --cutmix mix pairs; --per_device_train_batch_size must be even"
-    odd = ["--mixup", 0.8, "--per_device_train_batch_size", 7, "--output_dir", tmp_path / "odd"]
-    assert_error(classify, message, *NEW, *odd, output=tmp_path / "odd")
+    odd = [*more, "--per_device_train_batch_size", 7, "--output_dir", tmp_path / "odd"]
+    assert_error(classify, message, *odd, output=tmp_path / "odd")
 
 
 def test_cached_dataset(tmp_path):

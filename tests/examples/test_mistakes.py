@@ -77,7 +77,7 @@ MISTAKES = {
     "run_glue": [
         (["--task_name", "squad"], "--task_name squad must be one of cola, mnli"),
         (["--config_overrides", "hidden_size=16,num_attention_heads=3"], "must be divisible"),
-        (["--vocab_size", 100], r"vocab_size \(100\) must be at least 261"),
+        (["--vocab_size", 260], r"vocab_size \(260\) must be at least 261"),
         (["--config_overrides", f"{TINY},vocab_size=200"], "the model has vocab_size=200"),
         (["--early_stopping_patience", 2], "needs --load_best_model_at_end"),
         (["--max_train_samples", 0], "split train is empty"),
@@ -154,6 +154,7 @@ MISTAKES = {
         (["--paper_model", "true", "--model_type", "transformer", "--config_overrides", ""], "--paper_model is not av"),
     ],
     "run_translation": [
+        (["--vocab_size", 259], r"vocab_size \(259\) must be at least 260"),
         (["--clip_each", 0.1], "--clip_each 0.1 must be above 0, with --max_grad_norm 0"),
         (["--warmup_init_lr", 1e-5], "--warmup_init_lr 1e-05 requires --milestones"),
         (["--source_lang", "fr"], "split train has no column translation.fr, only translation"),

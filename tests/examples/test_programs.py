@@ -37,12 +37,6 @@ def test_every_step_in_the_folder_of_an_earlier_run(demo, with_code, tmp_path, c
     assert {file.name for file in tmp_path.iterdir()} == {"accuracy.png", "models"}
 
 
-@pytest.mark.slow
-@pytest.mark.exhaustive
-def test_models_of_the_demo_learn(script, tmp_path):
-    assert min(script("demo").main(["--output_dir", str(tmp_path)]).values()) > 0.85
-
-
 @pytest.mark.parametrize("kind", ["texts", "pairs", "scores"])
 def test_bag_of_words(script, tmp_path, kind):
     for split, size in (("train", 40), ("validation", 20)):

@@ -48,13 +48,6 @@ def test_bpe(tmp_path):
     assert load_tokenizer(str(tmp_path))(" x the fox")["input_ids"] == bpe("x the fox")["input_ids"]
 
 
-@pytest.mark.parametrize(("train", "least"), [(train_bpe, 261), (train_joint_bpe, 260)])
-def test_vocabulary_of_a_bpe(train, least):
-    assert len(train(TEXTS, least, 64)) == least
-    with pytest.raises(ValueError, match=rf"vocab_size \({least - 1}\) must be at least {least}"):
-        train(TEXTS, least - 1, 64)
-
-
 @given(text=st.text(st.sampled_from("ab Zé文🙂\t\n\u00a0'.<"), max_size=12))
 def test_every_text_survives(text):
     """Tokens of all texts are known, and decode to the text; a joint BPE reads texts without spaces around them."""
