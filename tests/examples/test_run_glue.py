@@ -62,14 +62,12 @@ def test_hidden_tokens():
     tokenizer = train_bpe(["a b c d e f"] * 9, 300, 64)
     plain = Dataset.from_dict({"input_ids": [tokenizer("a b c d e f " * 9)["input_ids"]] * 40, "label": [0] * 40})
     hidden = hide_tokens(plain, tokenizer, 0.3, 0)
-    first, again = ([row["input_ids"] for row in hidden] for _ in range(2))
-    assert first == again and first[0] != first[1]
+    first, again = (np.array([row["input_ids"] for row in hidden]) for _ in range(2))
     hidden.set_epoch(1)
-    assert first != [row["input_ids"] for row in hidden] and hidden[0]["label"] == 0
-    changed = np.array(first) != np.array(plain["input_ids"][:])
+    assert (first == again).all() and any(first[0] != first[1]) and any(first[0] != hidden[0]["input_ids"])
+    changed = first != np.array(plain["input_ids"][:])
     assert 0.25 < changed[:, 1:-1].mean() < 0.35 and not changed[:, [0, -1]].any()
-    assert (np.array(first)[changed] == tokenizer.mask_token_id).all()
-    assert hide_tokens(plain, tokenizer, 0.0, 0) is plain
+    assert (first[changed] == tokenizer.mask_token_id).all()
 
 
 def test_another_task(train, run, tmp_path):
