@@ -21,11 +21,6 @@ EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture(scope="session")
-def examples_dir() -> Path:
-    return EXAMPLES
-
-
-@pytest.fixture(scope="session")
 def script() -> Iterator[Callable[[str], ModuleType]]:
     """Return a function that imports a module of examples/ as the interpreter does when it runs a script there."""
     sys.path.insert(0, str(EXAMPLES))

@@ -143,28 +143,11 @@ def test_invalid_images():
 
 @pytest.fixture
 def classify(call, tmp_path):
-    """Return a function that runs run_image_classification.py on the images in `data`."""
+    """Return a function that trains a classifier on the images in `data`."""
     row = SCRIPTS["run_image_classification"]
     paths = ["--dataset_path", tmp_path / "data", "--output_dir", tmp_path / "out", *row.data]
-    return partial(call, "run_image_classification", *paths, "--per_device_train_batch_size", 8)
-
-
-NEW = ["--do_train", "--max_steps", 1, *SCRIPTS["run_image_classification"].model]
-
-
-def test_models_of_other_images(classify, tmp_path):
-    """The folder of a model has the image size, the channels and the evaluation transform."""
-    SCRIPTS["run_image_classification"].write(tmp_path / "data", train=16, validation=8)
-    output, other = tmp_path / "out", tmp_path / "other"
-    classify(*NEW, "--label_smoothing_factor", 0.1)
-    config = AutoModelForImageClassification.from_pretrained(output).config
-    assert (config.image_size, config.max_positions, config.num_channels) == (8, 4, 1)
-    again = ["--model_name_or_path", output, "--do_eval", "--output_dir", other]
-    for option, value, found in (("--image_size", 12, "12 in 1"), ("--channels", 3, "8 in 3")):
-        message = f"reads images of 8 x 8 in 1 channels, not of {found}"
-        assert_error(classify, message, *again, option, value, output=other)
-    (output / "preprocessor_config.json").unlink()
-    assert_error(classify, "out.*preprocessor_config.json", *again, output=other)
+    new = [*row.model, "--do_train", "--max_steps", 1, "--per_device_train_batch_size", 8]
+    return partial(call, "run_image_classification", *paths, *new)
 
 
 @pytest.mark.parametrize("kind", ["files", "image feature"])
@@ -180,7 +163,7 @@ def test_images_in_color(classify, tmp_path, kind):
         else:
             table = Dataset.from_dict({"image": colored, "label": labels}).cast_column("image", datasets.Image())
             table.to_parquet(tmp_path / "data" / f"{split}.parquet")
-    summary = classify(*NEW, "--do_eval", "--horizontal_flip")
+    summary = classify("--do_eval", "--horizontal_flip")
     assert summary["train_samples"] == 8 and "eval_accuracy" in summary
     assert AutoModelForImageClassification.from_pretrained(tmp_path / "out").config.num_channels == 3
 
@@ -205,11 +188,11 @@ def test_mixup_is_training_only(classify, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", timm)
     monkeypatch.setitem(sys.modules, "timm.data", timm.data)
     more = ["--mixup", 0.8, "--cutmix", 1.0, "--do_eval", "--eval_strategy", "epoch"]
-    summary = classify(*NEW, *more, "--max_steps", 4)
+    summary = classify(*more, "--max_steps", 4)
     assert SwapHalves.batches == [8] * 4 and 0.0 <= summary["eval_accuracy"] <= 1.0
     message = "--mixup and --cutmix mix pairs; --per_device_train_batch_size must be even"
-    odd = ["--mixup", 0.8, "--per_device_train_batch_size", 7, "--output_dir", tmp_path / "odd"]
-    assert_error(classify, message, *NEW, *odd, output=tmp_path / "odd")
+    odd = [*more, "--per_device_train_batch_size", 7, "--output_dir", tmp_path / "odd"]
+    assert_error(classify, message, *odd, output=tmp_path / "odd")
 
 
 def test_cached_dataset(tmp_path):

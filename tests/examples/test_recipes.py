@@ -6,7 +6,7 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,20 +25,10 @@ from transformers import (
 from luna_mega import MegaConfig
 from luna_mega.training.models import label_fields, make_config
 from luna_mega.training.tokenizers import make_bytes, train_words
+from tests.examples.conftest import EXAMPLES, ROOT
 from tests.examples.runs import assert_error
 
-ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = ROOT / "examples"
 RECIPES = sorted((EXAMPLES / "recipes").rglob("*.yaml"))
-
-
-class Parsed(NamedTuple):
-    """The parsed options of a script."""
-
-    data: object
-    model: object
-    training: object
-    run: object
 
 
 @functools.cache
@@ -60,7 +50,8 @@ def parsed(script, tmp_path, monkeypatch):
             options += ["--model_name_or_path", str(tmp_path)]
         if path.stem.startswith("pretrained") or (task, path.stem) == ("glue", "table9"):
             options += ["--task_name", "rte"]
-        return Parsed(*script("lra.run_lra" if task == "lra" else f"run_{task}").parse(options))
+        data, model, training, _ = script("lra.run_lra" if task == "lra" else f"run_{task}").parse(options)
+        return SimpleNamespace(data=data, model=model, training=training)
 
     return parse
 
@@ -78,7 +69,7 @@ def test_recipe_is_complete(path, parsed):
     assert "../" not in text  # refers to nothing outside of the repository
     assert recipe.get("bf16", "auto") == "auto" and not {"fp16", "use_cpu"} & recipe.keys()  # fits any machine
     for name, value in recipe.items():
-        holder = next(arguments for arguments in task if hasattr(arguments, name))
+        holder = next(arguments for arguments in vars(task).values() if hasattr(arguments, name))
         found = getattr(holder, name)
         assert found == (float(value) if isinstance(found, float) else value) or name == "bf16", name
     assert f"--recipe {path.relative_to(ROOT)}" in text.split("\n\n")[0]  # the command of the header
@@ -87,12 +78,9 @@ def test_recipe_is_complete(path, parsed):
         value = "0.03125" if path.stem.startswith("wmt14") else "0.02"  # Xavier with gain 1 / sqrt(2) and d = 512
         overrides = re.split(r",\s*", task.model.config_overrides)
         assert not task.model.model_name_or_path and f"initializer_range={value}" in overrides
-    if path.parent.name == "glue":
-        assert task.data.task_name == re.sub("pretrained|table9", "rte", path.stem.split("_")[0])
-    elif path.parent.name in ("race", "csqa"):
-        assert task.data.task_name == path.parent.name
-    elif path.parent.name == "lra":
-        assert task.data.task_name == path.stem.split("_")[0]
+    if path.parent.name in ("glue", "race", "csqa", "lra"):
+        names = re.sub("pretrained|table9", "rte", path.stem.split("_")[0]), path.parent.name
+        assert task.data.task_name == names[path.parent.name in ("race", "csqa")]
 
 
 CPUS = {  # instructions -> whether `true` and `auto` train in bfloat16; None = an error
@@ -120,7 +108,7 @@ def test_bf16_on_a_cpu(script, tmp_path, monkeypatch, flags):
             assert training.bf16 is expected and training.use_cpu
 
 
-def make_config_of(path: Path, task: Parsed, script) -> tuple[type, PreTrainedConfig]:
+def make_config_of(path: Path, task: SimpleNamespace, script) -> tuple[type, PreTrainedConfig]:
     """Return the Auto class and the configuration of the new model of a recipe."""
     kind, data, model = path.parent.name, task.data, task.model
     if kind == "clm":

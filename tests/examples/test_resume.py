@@ -31,7 +31,7 @@ IMAGES += [f"{MEGA},drop_path_rate=0.2,relative_positional_bias=rotary"]
 EVALUATED = ["--do_eval", "--eval_strategy", "steps", "--eval_steps", 2]
 CARRIED = [*CLM, "--carry_state", "true", "--config_overrides"]
 CASES: dict[str, list] = {
-    "glue": [*GLUE, "--token_dropout", 0.2, *EVALUATED],
+    "glue": [*GLUE, "--token_dropout", 0.2, "--bf16", *EVALUATED],
     "glue, accumulation": [*GLUE, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2, "--data_seed",
                            3, "--dataloader_num_workers", 1, "--neftune_noise_alpha", 5, "--token_dropout", 0.2,
                            "--config_overrides", f"{TINY},layerdrop=0.3,word_dropout=0.2"],
@@ -46,7 +46,8 @@ CASES: dict[str, list] = {
                        "--model_type", "mega", "--config_overrides", MEGA],
     "mlm, streaming": [*MLM, "--streaming", "true", "--shuffle_buffer", 3],
     "clm": [*CLM, "--config_overrides", CHUNKS, "--min_block_size", 8, "--validation_share", 0.2, *EVALUATED],
-    "clm, streaming": [*CLM, "--config_overrides", CHUNKS, "--min_block_size", 8, "--streaming", "true"],
+    "clm, streaming": [*CLM, "--config_overrides", CHUNKS, "--min_block_size", 8, "--streaming", "true",
+                       "--gradient_checkpointing"],
     "clm, carried mega": [*CARRIED, CHUNKS, *EVALUATED, "--validation_share", 0.2],
     "clm, carried mega without chunks": [*CARRIED, MEGA],
     "clm, carried luna": [*CARRIED, f"{TINY},position_embedding_type=sinusoidal", "--model_type", "luna",
@@ -74,7 +75,7 @@ def logged(output: Path, after: int) -> list[dict]:
 def assert_equal(resumed: Path, complete: Path, after: int) -> None:
     """Check that weights and logs of two runs are equal."""
     weights = [load_file(output / "model.safetensors") for output in (resumed, complete)]
-    assert [name for name in weights[1] if not torch.equal(weights[0][name], weights[1][name])] == []
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
     assert logged(resumed, after) == logged(complete, after)
 
 
@@ -94,6 +95,7 @@ class RandomProcessor:
 
 @pytest.mark.parametrize("case", slow_but(FAST, CASES))
 def test_resumed_run_equals_the_uninterrupted_run(train, case, monkeypatch):
+    monkeypatch.setattr("torch.cpu.get_capabilities", lambda: {"avx512_bw": True})  # any CPU can emulate bfloat16
     if case == "images, timm":
         pytest.importorskip("timm")
     elif case == "images, global random numbers":
@@ -105,19 +107,19 @@ def test_resumed_run_equals_the_uninterrupted_run(train, case, monkeypatch):
     assert_equal(resumed, complete, after=SAVED)
 
 
-def test_reseeded_examples_leave_the_global_generators_unchanged():
-    class Examples:
-        def __getitem__(self, index: int) -> tuple:
-            return torch.rand(()).item(), random.random(), np.random.rand()
+class Draws:
+    """Examples that are global random numbers."""
 
-    split = Reseeded(Examples(), seed=1)
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    first = [split[0], split[1]]
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert [random.getstate(), np.random.get_state()[1].tolist()] == [*states[1:]]
-    assert [split[0], split[1]] == first and first[0] != first[1]
+    def __getitem__(self, index: int) -> float:
+        return random.random()
+
+
+def test_global_random_numbers_of_examples():
+    """They differ by index and epoch, and the state of the generator does not change."""
+    split, state = Reseeded(Draws(), seed=1), random.getstate()
+    first = [split[0], split[1], split[0]]
     split.set_epoch(1)
-    assert all(again != before for again, before in zip(split[0], first[0], strict=True))
+    assert first[0] == first[2] and len({*first, split[0]}) == 3 and random.getstate() == state
 
 
 def test_checkpoint_at_the_end_of_an_epoch(train):
@@ -153,9 +155,10 @@ def test_finished_run_is_not_continued(train):
     before = load_file(output / "model.safetensors")
     (output / "model.safetensors").unlink()
     after = load_file(train("out", *options, "--resume_from_checkpoint", "last") / "model.safetensors")
-    assert steps(output) == 4 and all(torch.equal(before[name], after[name]) for name in before)
-    state = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))
-    assert state["best_model_checkpoint"].endswith("checkpoint-2")
+    assert steps(output) == 4
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    best = load_file(output / "checkpoint-2" / "model.safetensors")
+    torch.testing.assert_close(after, best, rtol=0, atol=0)
 
 
 def test_last_checkpoint(train, tmp_path):
@@ -207,7 +210,6 @@ def test_averages_need_the_earlier_checkpoints(train):
     source = ["--resume_from_checkpoint", complete / "checkpoint-6"]
     message = "--average_checkpoints needs the earlier checkpoints; pass --output_dir .*complete"
     assert_error(train, message, "resumed", *options, *source)
-    again = load_file(complete / "model.safetensors")
-    assert_equal(train("complete", *options, *source), complete, after=6)
-    weights = load_file(complete / "model.safetensors")
-    assert all(torch.equal(weights[name], again[name]) for name in again)
+    before = load_file(complete / "model.safetensors")
+    again = train("complete", *options, *source)
+    torch.testing.assert_close(load_file(again / "model.safetensors"), before, rtol=0, atol=0)

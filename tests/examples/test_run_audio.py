@@ -5,7 +5,6 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from datasets import Audio, Dataset
-from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.examples.contract import RATE, SCRIPTS, clips as rows, tone
 from tests.examples.runs import assert_error, wav
@@ -70,16 +69,3 @@ def test_audio_files(run, tmp_path):
         assert run(*arguments)["train_samples"] == 8
     else:
         assert_error(run, "torchcodec", *arguments)
-
-
-def test_models_that_do_not_fit(run, script, tmp_path):
-    """A model of another rate, a folder without a feature extractor, and a model that reads tokens."""
-    folder, text = SCRIPTS["run_audio"].write(tmp_path / "tones", train=8, test=4), tmp_path / "text"
-    run(*NEW, "--dataset_path", folder, "--output_dir", tmp_path / "out")
-    source = ["--dataset_path", folder, "--do_predict", "--output_dir", tmp_path / "other", "--model_name_or_path"]
-    assert_error(run, "--sampling_rate 500: .* has 1000", *source, tmp_path / "out", "--sampling_rate", 500)
-    config = AutoConfig.for_model("mega", hidden_size=16, num_hidden_layers=1)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(text)
-    assert_error(run, "preprocessor_config.json", *source, text)
-    script("run_audio").Wav2Vec2FeatureExtractor(sampling_rate=RATE).save_pretrained(text)
-    assert_error(run, "text reads tokens .input_type., not values", *source, text)

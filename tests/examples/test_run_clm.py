@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from luna_mega import MegaConfig, MegaForCausalLM
 from luna_mega.training import language_modeling
 from luna_mega.training.tokenizers import train_characters, train_words
 from tests.examples.contract import CHUNKS
-from tests.examples.runs import TINY, assert_error
+from tests.examples.runs import TINY, assert_error, write
 
 LINES = ["to be or not to be", "that is the question"] * 40
 FIELDS = {"hidden_size": 16, "num_hidden_layers": 1, "shared_representation_size": 8, "initializer_range": 0.3}
@@ -78,16 +79,13 @@ def test_score(context, segment, batch_size):
 
 
 @pytest.fixture
-def trained(call, tmp_path):
+def train(train) -> Callable[..., tuple[Path, dict]]:
     """Return a function that trains a model, and returns its folder and its metrics."""
-    (tmp_path / "data").mkdir()
-    for split in ("train", "validation"):
-        (tmp_path / "data" / f"{split}.txt").write_text("\n".join(LINES) + "\n", encoding="utf-8")
 
     def run(*options: object, output: str = "out") -> tuple[Path, dict]:
-        model = ["--config_overrides", CHUNKS, "--block_size", 16, "--max_steps", 3, "--learning_rate", 0.05]
-        paths = ["--dataset_path", tmp_path / "data", "--output_dir", tmp_path / output]
-        return tmp_path / output, call("run_clm", *paths, "--do_train", "--do_eval", *model, *options)
+        often = ["--do_eval", "--eval_context", 8192, "--max_steps", 3, "--learning_rate", 0.05]
+        folder = train(output, "run_clm", *often, *options)
+        return folder, json.loads((folder / "all_results.json").read_text(encoding="utf-8"))
 
     return run
 
@@ -97,7 +95,7 @@ def evaluate(script, tmp_path):
     """Return a function that runs eval_lm.py, and returns the loss of each context."""
 
     def run(model: Path, *options: object) -> dict[int, float]:
-        paths = ["--model_name_or_path", model, "--dataset_path", tmp_path / "data", "--device", "cpu"]
+        paths = ["--model_name_or_path", model, "--dataset_path", tmp_path / "data-run_clm", "--device", "cpu"]
         rows = script("eval_lm").main([*map(str, [*paths, "--output_dir", tmp_path / "scores", *options])])
         return {row["context"]: row["loss"] for row in rows}
 
@@ -105,7 +103,7 @@ def evaluate(script, tmp_path):
 
 
 ADAPTIVE = ",adaptive_input_cutoffs=[4,5],adaptive_softmax_cutoffs=[4,5],adaptive_input_factor=2"
-CHARACTERS = ["--tokenization", "char", "--line_end", "newline", "--validation_share", 0.1]
+CHARACTERS = ["--validation_share", 0.1]
 SETTINGS = {
     "characters": CHARACTERS,
     "bytes": ["--tokenization", "byte", "--line_end", "newline", "--min_block_size", 8],
@@ -115,8 +113,8 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_evaluation_equals_that_of_the_training(trained, evaluate, tmp_path, case):
-    model, metrics = trained(*SETTINGS[case])
+def test_evaluation_equals_that_of_the_training(train, evaluate, tmp_path, case):
+    model, metrics = train(*SETTINGS[case])
     context = 40 if "--eval_context" in SETTINGS[case] else 8192
     losses = evaluate(model)
     assert losses[context] == pytest.approx(metrics["eval_loss"], rel=1e-6)
@@ -126,19 +124,19 @@ def test_evaluation_equals_that_of_the_training(trained, evaluate, tmp_path, cas
     assert [(row["chunk"], row["context"]) for row in scores] == [(8, 16), (8, 64), (12, 16), (12, 64)]
 
 
-def test_options_replace_settings(trained, evaluate, capsys):
+def test_options_replace_settings(train, evaluate, capsys):
     """Evaluation and further training use the settings of the training, or say that they do not."""
-    model, metrics = trained(*CHARACTERS)
+    model, metrics = train(*CHARACTERS)
     evaluate(model, "--eval_context", 64)
     assert "evaluating the last 0.1 of the split train, as in the training" in capsys.readouterr().out
     loss = evaluate(model, "--eval_context", 64, "--line_end", "eos", "--split", "validation")[64]
     printed = capsys.readouterr().out
     assert "--line_end eos is used, although the model was trained with newline" in printed
-    assert "evaluating the last" not in printed and loss != pytest.approx(metrics["eval_loss"], rel=1e-3)
+    assert "evaluating the last" not in printed and loss != pytest.approx(metrics["eval_loss"], rel=1e-4)
     evaluate(model, "--eval_context", 64, "--split", "train")
     assert "--split train contains the text of the training; pass --last_share 0.1" in capsys.readouterr().out
     options = ["--model_name_or_path", model, "--config_overrides", "", "--tokenization", "word", "--max_steps", 1]
-    more, _ = trained(*options, output="more")
+    more, _ = train(*options, output="more")
     assert "--tokenization word is not used, because the tokenizer is loaded" in capsys.readouterr().out
     stored = AutoTokenizer.from_pretrained(more).init_kwargs["language_modeling"]
     assert stored == {
@@ -147,15 +145,14 @@ def test_options_replace_settings(trained, evaluate, capsys):
     }  # fmt: skip
 
 
-def test_lengths_of_a_model_with_positions(trained, evaluate, script, tmp_path, capsys):
+def test_lengths_of_a_model_with_positions(train, evaluate, script, tmp_path, capsys):
     """By default, contexts and generated texts have at most the positions of the model."""
-    luna = ["--model_type", "luna", "--config_overrides", TINY, "--tokenization", "char", "--line_end", "newline"]
-    model, metrics = trained(*luna)
+    model, metrics = train("--model_type", "luna", "--config_overrides", TINY)
     assert AutoTokenizer.from_pretrained(model).model_max_length == 16
     capsys.readouterr()
     assert evaluate(model) == {16: pytest.approx(metrics["eval_loss"], rel=1e-6)}
     assert "--eval_context [16, 128, 512, 2048, 8192] is reduced to [16]" in capsys.readouterr().out
-    options = ["--model_name_or_path", model, "--prompt", "to be", "--output_dir", tmp_path / "text"]
+    options = ["--model_name_or_path", model, "--prompt", "one t", "--output_dir", tmp_path / "text"]
     script("generate_lm").main([*map(str, options), "--device", "cpu", "--temperature", "0"])
     assert "--max_new_tokens 1000 is reduced to 12" in capsys.readouterr().out
     assert len((tmp_path / "text" / "text.txt").read_text(encoding="utf-8")) <= 17
@@ -210,6 +207,5 @@ def test_constant_memory(generate, tmp_path, capsys, monkeypatch):
 
 def test_a_table_of_biases_has_one_chunk(generate, evaluate, tmp_path):
     generate("--max_new_tokens", "1", use_chunking=True, chunk_size=8, relative_positional_bias="simple")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "validation.txt").write_text("ab\n", encoding="utf-8")
+    write([{"text": "ab"}], tmp_path / "data-run_clm" / "validation.jsonl")
     assert_error(evaluate, "rotary bias", tmp_path / "model", "--chunk_size", 4)

@@ -29,21 +29,17 @@ def prepare(script, tmp_path):
     return run
 
 
-@pytest.fixture
-def damaged(prepare):
-    """Return a function that checks the sentence about an invalid source."""
-    return lambda message, task, *options: assert_error(prepare, message, task, "damaged", *options)
-
-
-def value(tokens: list[str]) -> int:
-    """Evaluate a ListOps tree with NumPy from its first token, independently of the generator."""
+def value(tokens: list[str], depth: int = 9) -> int:
+    """Evaluate a ListOps tree with NumPy from its first token, and check its depth and numbers of arguments."""
     token = tokens.pop(0)
     if token.isdigit():
         return int(token)
+    assert depth > 0
     values = []
     while tokens[0] != "]":
-        values.append(value(tokens))
+        values.append(value(tokens, depth - 1))
     tokens.pop(0)
+    assert 2 <= len(values) <= 10
     functions = {"[MIN": np.min, "[MAX": np.max, "[MED": np.median, "[SM": lambda numbers: np.sum(numbers) % 10}
     return int(functions[token](values))
 
@@ -63,29 +59,17 @@ def test_listops(prepare, tmp_path):
     prepare("listops", "2", *options, 2)
     files = [{file.name: file.read_bytes() for file in (tmp_path / name).glob("*.parquet")} for name in "12"]
     assert files[0] == files[1] and len(files[0]) == 3
-
-
-def test_trees_that_repeat(prepare):
-    """Further batches replace trees that occur twice."""
+    # further batches replace trees that occur twice
     options = ["--train", 180, "--validation", 0, "--test", 0, "--processes", 1, "--min_length", 3, "--max_length", 5]
-    assert len(set(prepare("listops", "out", *options)["train"]["source"])) == 180
+    assert len(set(prepare("listops", "3", *options)["train"]["source"])) == 180
 
 
 def test_shape_of_the_trees(script):
     """Trees are within the benchmark's limits for depth, arguments, and length."""
-    listops = script("lra.listops")
-    trees = listops.trees(0, listops.Shape())
-    for source in [next(trees)["source"].split() for _ in range(20)]:
-        depth, deepest, arguments = [], 0, []
-        for token in source:
-            if depth and token != "]":
-                depth[-1] += 1
-            if token in listops.OPERATIONS:
-                depth.append(0)
-            elif token == "]":
-                arguments.append(depth.pop())
-            deepest = max(deepest, len(depth))
-        assert 500 < len(source) < 2000 and deepest <= 9 and 2 <= min(arguments) and max(arguments) <= 10
+    trees = script("lra.listops").trees(0, script("lra.listops").Shape())
+    for row in [next(trees) for _ in range(20)]:
+        tokens = row["source"].split()
+        assert 500 < len(tokens) < 2000 and value(tokens) == row["label"]
 
 
 @pytest.mark.parametrize(("size", "count"), slow_but([(32, 8)], [(32, 8), (128, 2)]))
@@ -106,7 +90,7 @@ def test_pathfinder(script, size, count):
         assert min(image.pixels[tuple(disc)] for disc in image.discs) > 165
 
 
-def test_released_listops(prepare, damaged, tmp_path):
+def test_released_listops(prepare, tmp_path):
     """All brackets are kept. A copy without brackets, a wrong value, or a missing file raises an error."""
     line = "( ( ( ( [MAX 2 ) ( ( ( [MIN 4 ) 7 ) ] ) ) ) 0 ) ] )\t4"
     for name in ("train", "val", "test"):
@@ -118,12 +102,12 @@ def test_released_listops(prepare, damaged, tmp_path):
         (("\t4", "\t5"), "evaluates to 4, but Target is 5"),
     ):
         (tmp_path / "basic_val.tsv").write_text(f"Source\tTarget\n{line.replace(*harm)}\n", encoding="utf-8")
-        damaged(message, "listops", "--source", tmp_path)
+        assert_error(prepare, message, "listops", "damaged", "--source", tmp_path)
     (tmp_path / "basic_val.tsv").unlink()
-    damaged("No such file .*basic_val.tsv", "listops", "--source", tmp_path)
+    assert_error(prepare, "No such file .*basic_val.tsv", "listops", "damaged", "--source", tmp_path)
 
 
-def test_released_pathfinder(prepare, damaged, tmp_path, capsys):
+def test_released_pathfinder(prepare, tmp_path, capsys):
     source = tmp_path / "curv_contour_length_14"
     (source / "metadata").mkdir(parents=True)
     (source / "imgs" / "0").mkdir(parents=True)
@@ -135,9 +119,9 @@ def test_released_pathfinder(prepare, damaged, tmp_path, capsys):
     rows = [row for split in prepare("pathfinder", "out", "--source", source).values() for row in split]
     assert "skipped, it is empty" in capsys.readouterr().out
     assert len(rows) == 19 and all(np.asarray(row["image"])[0, 0] % 2 == row["label"] for row in rows)
-    damaged("has 32 x 32 pixels, not 128 x 128", "pathx", "--source", source)
+    assert_error(prepare, "has 32 x 32 pixels, not 128 x 128", "pathx", "damaged", "--source", source)
     (source / "metadata" / "0.npy").write_text(lines[0].replace(" 0 0 ", " 0 2 "), encoding="utf-8")
-    damaged("the label is '2', not 0 or 1", "pathfinder", "--source", source)
+    assert_error(prepare, "the label is '2', not 0 or 1", "pathfinder", "damaged", "--source", source)
 
 
 def test_text_and_image(prepare, tmp_path):
@@ -154,17 +138,17 @@ def test_text_and_image(prepare, tmp_path):
     assert first["label"] == 1 and np.asarray(first["image"]).tolist() == [[76] * 32] * 32
 
 
-def test_retrieval(prepare, damaged, tmp_path):
+def test_retrieval(prepare, tmp_path):
     for name in ("train", "eval", "test"):
         (tmp_path / f"new_aan_pairs.{name}.tsv").write_text('1.0\tA1\tB1\ta "quoted" text\tanother\n', encoding="utf-8")
     (row,) = prepare("retrieval", "out", "--source", tmp_path)["validation"]
     assert row == {"text1": 'a "quoted" text', "text2": "another", "label": 1}
     (tmp_path / "new_aan_pairs.test.tsv").write_text("2.0\tA1\tB1\ta\tb\n", encoding="utf-8")
     message = "new_aan_pairs.test.tsv, line 1: two texts and the label 0 or 1 are needed"
-    damaged(message, "retrieval", "--source", tmp_path)
+    assert_error(prepare, message, "retrieval", "damaged", "--source", tmp_path)
 
 
-def test_speech(prepare, damaged, tmp_path):
+def test_speech(prepare, tmp_path):
     """The unpacked archive; parquet files in the format of the Hub, with a word that is not used; files of ours."""
     source, hub = tmp_path / "speech_commands", tmp_path / "hub"
     for word in ("yes", "no"):
@@ -189,10 +173,10 @@ def test_speech(prepare, damaged, tmp_path):
         (source, ["--words", "maybe"], "has no clips of the word 'maybe'"),
         (hub, ["--words", "yes", "maybe"], "has no clips of the word 'maybe' in the split train"),
     ):
-        damaged(message, *options, place, *more)
+        assert_error(prepare, message, options[0], "damaged", *options[1:], place, *more)
     for content, message in ((b"half", "0.wav is not a WAV file"), (wav(np.arange(0)), "0.wav has no samples")):
         (source / "yes" / "0.wav").write_bytes(content)
-        damaged(message, *options, source)
+        assert_error(prepare, message, options[0], "damaged", *options[1:], source)
 
 
 MODELS = {"luna": TINY, "mega": f"{CHUNKS},relative_positional_bias=simple", "transformer": BERT}

@@ -18,12 +18,13 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, default_data_colla
 
 from luna_mega.training.streams import Redrawn, Stream
 from luna_mega.training.tokenizers import train_bpe
+from tests.examples.conftest import EXAMPLES
 from tests.examples.contract import SCRIPTS, texts
-from tests.examples.runs import QUIET, TINY, assert_error, steps, write
+from tests.examples.runs import QUIET, TINY, assert_error, log_history, steps, write
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 CONFIGS = sorted((EXAMPLES / "accelerate").glob("*.yaml"))
 BOS, EOS = 0, 2
+BATCH_OF_ONE = ["--per_device_train_batch_size", 1, "--gradient_accumulation_steps", 4]
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_blocks_are_complete_and_in_order(length, script, tokenizer):
     assert len(stream) - len(joined) < length - 1
 
 
-def test_short_blocks_are_cut_from_the_same_stream(script, tokenizer):
+def test_short_blocks_are_cut_from_the_same_stream(script, tokenizer, train):
     lines = texts(3000, seed=4)
     stream = [token for line in lines[:1000] for token in [*tokenizer.encode(line, add_special_tokens=False), EOS]]
     for share in (0.5, 1.0):
@@ -64,6 +65,12 @@ def test_short_blocks_are_cut_from_the_same_stream(script, tokenizer):
         assert (lengths == 32).float().mean().item() == pytest.approx(1 - share + share / 32, abs=0.03)
         assert lengths[lengths < 32].float().mean().item() == pytest.approx(16, abs=1)
         assert cut_blocks(script, tokenizer, lines, 33, share)["input_ids"] == blocks
+    # labels at padding are ignored: the losses do not depend on the batches
+    options = ["run_mlm", "--short_seq_prob", 0.9, "--max_steps", 2, "--learning_rate", 0]
+    options += ["--config_overrides", f"{TINY},dropout=0.0,attention_dropout=0.0"]
+    outputs = train("4", *options), train("1", *options, *BATCH_OF_ONE)
+    padded, rows = ([entry["loss"] for entry in log_history(output) if "loss" in entry] for output in outputs)
+    assert padded == pytest.approx(rows, rel=1e-5)
 
 
 def test_masking_is_dynamic_in_training_and_fixed_in_evaluation(script, tokenizer):

@@ -1,13 +1,12 @@
 """run_race.py: inputs equal those of fairseq; levels, limits and unknown answers."""
 
-import random
 import re
 
 import pandas as pd
 import pytest
 
 from luna_mega.training.tokenizers import train_bpe
-from tests.examples.contract import COLORS, SCRIPTS, questions as race_rows
+from tests.examples.contract import SCRIPTS, questions as race_rows
 from tests.examples.runs import assert_error, write
 
 RUN = ["run_race", *SCRIPTS["run_race"].short]
@@ -16,13 +15,12 @@ BOS, EOS = 0, 2
 
 
 def csqa_rows(size: int, seed: int, answers: bool = True) -> list[dict]:
-    draw = random.Random(seed)
+    """Return the questions with a fifth option, in the format of CommonsenseQA."""
     examples = []
-    for index in range(size):
-        label = draw.randrange(5)
-        texts = [f"{'good' if option == label else 'bad'} {draw.choice(COLORS)}" for option in range(5)]
-        row = {"question": f"What  is {draw.choice(COLORS)} ?", "choices": {"label": list("ABCDE"), "text": texts}}
-        examples.append({"id": f"{index:04x}", **row, "answerKey": "ABCDE"[label] if answers else ""})
+    for index, row in enumerate(race_rows(size, seed)):
+        choices = {"label": list("ABCDE"), "text": [*row["options"], "bad red"]}
+        example = {"id": f"{index:04x}", "question": row["question"], "choices": choices}
+        examples.append(example | {"answerKey": row["answer"] if answers else ""})
     return examples
 
 
