@@ -83,7 +83,7 @@ def further_launches(op: str, arch: int) -> Iterator[tuple[str, triton_launch.La
     main, calls = arch in MAIN_TARGETS, CALLS[op]
     with triton_choice.choosing(_run_all) if main else nullcontext():
         yield from launches(op, arch)
-        yield from recorded(calls.further, arch)
+        yield from recorded({f"{call.args} {call.keywords}": call for call in calls.further}, arch)
         if not main:
             yield from recorded(calls.main, arch)
 

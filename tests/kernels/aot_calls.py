@@ -132,10 +132,14 @@ def gated(batch, queries, keys, chunk, size, width, function, causal, masked, dt
         gated_forward.forward(*arguments)
 
 
+def passes(*arguments) -> list[Callable]:
+    """Return the forward and the backward pass of `gated_attention`."""
+    return [partial(gated, *arguments), partial(gated, *arguments, backward=True)]
+
+
 def both(name: str, *arguments) -> dict[str, Callable]:
     """Return the forward and the backward pass of `gated_attention` by their names."""
-    run = partial(gated, *arguments)
-    return {name: run, f"{name} backward": partial(run, backward=True)}
+    return dict(zip((name, f"{name} backward"), passes(*arguments), strict=True))
 
 
 def gated_of_length(length: int) -> None:
@@ -159,7 +163,7 @@ class Launches(NamedTuple):
     """
 
     main: dict[str, Callable]
-    further: dict[str, Callable]
+    further: list[partial]
     edges: dict[str, tuple[int, Callable]]
     of_length: list[Callable]
     lengths: tuple[int, ...] = (4000, 4096)
@@ -177,21 +181,13 @@ CALLS = {
             "unpack l=128 varlen": unpack(128, varlen=True),
             "unpack l=16 untied head size 128": unpack(16, tied=False, size=128),
         },
-        {
-            f"{name} {dtype}": partial(call, dtype=dtype)
-            for dtype in (FP16, FP32)
-            for name, call in {
-                "pack l=128": pack(128),
-                "pack l=256 varlen": pack(256, masked=False, varlen=True),
-                "pack l=128 untied dropout": pack(128, tied=False, dropout=0.1),
-                "unpack l=128": unpack(128),
-            }.items()
-        }
-        | {
-            f"{name} {dtype} head size 128": partial(call, dtype=dtype, size=128, tied=False)
-            for dtype in (BF16, FP32)  # the largest heads
-            for name, call in {"pack l=128": pack(128), "unpack l=128 dropout": unpack(128, dropout=0.1)}.items()
-        },
+        [
+            *(partial(call, dtype=dtype) for dtype in (FP16, FP32) for call in (
+                pack(128), pack(256, masked=False, varlen=True), pack(128, tied=False, dropout=0.1), unpack(128),
+            )),
+            *(partial(call, dtype=dtype, size=128, tied=False) for dtype in (BF16, FP32)  # the largest heads
+              for call in (pack(128), unpack(128, dropout=0.1))),
+        ],
         {
             "pack l=128 fp32 head size 80": (80, pack(128, dtype=FP32, size=80)),
             "pack l=128 untied fp16 head size 96": (89, pack(128, tied=False, dtype=FP16, size=96)),
@@ -211,23 +207,16 @@ CALLS = {
             "l=256 bf16": partial(causal, 32, 256, BF16),
             "step, l=256 bf16": partial(causal, 8, 256, BF16, step=True),
         },
-        {
-            "l=16 bf16": partial(causal, 8, 16, BF16),
-            "l=64 bf16, segments": partial(causal, 8, 64, BF16),
-        }
-        | {
-            f"l=32 {dtype}, mask, state, dropout": partial(causal, 8, 32, dtype, stateful=True, dropout=0.1)
-            for dtype in (BF16, FP16, FP32)
-        }
-        | {f"l={rows} {dtype}": partial(causal, 8, rows, dtype) for dtype in (FP16, FP32) for rows in (64, 128)}
-        | {f"step, l=128 {dtype}": partial(causal, 8, 128, dtype, step=True) for dtype in (FP16, FP32)}
-        | {
+        [
+            partial(causal, 8, 16, BF16),
+            partial(causal, 8, 64, BF16),
+            *(partial(causal, 8, 32, dtype, stateful=True, dropout=0.1) for dtype in (BF16, FP16, FP32)),
+            *(partial(causal, 8, rows, dtype) for dtype in (FP16, FP32) for rows in (64, 128)),
+            *(partial(causal, 8, 128, dtype, step=True) for dtype in (FP16, FP32)),
             # the largest heads, with the rows from which the configuration changes
-            f"l={rows} {dtype}, heads of 128": partial(causal, 32, rows, dtype, size=128)
-            for dtype in (BF16, FP16, FP32)
-            for rows in (32, 64, 128, 256)
-            if (rows, dtype) != (256, FP32)
-        },
+            *(partial(causal, 32, rows, dtype, size=128) for dtype in (BF16, FP16, FP32) for rows in (32, 64, 128, 256)
+              if (rows, dtype) != (256, FP32)),
+        ],
         {
             "l=64 fp32, heads of 128": (80, partial(causal, 32, 64, FP32, backward=False, size=128)),
             "l=64 fp16, heads of 128": (90, partial(causal, 32, 64, FP16, backward=False, size=128)),
@@ -249,11 +238,9 @@ CALLS = {
                 average, batch=4, length=50, states=64, varlen=True, directions=2, shift=True
             ),
         },
-        {
-            f"bidirectional {dtype} D=512 mask": partial(average, dtype=dtype, directions=2, masked=True)
-            for dtype in (FP16, FP32)
-        }
-        | {f"step {dtype} D=1024": partial(average, dtype=dtype, channels=1024, step=True) for dtype in (FP16, FP32)},
+        [partial(average, dtype=dtype, **rest) for dtype in (FP16, FP32) for rest in (
+            {"directions": 2, "masked": True}, {"channels": 1024, "step": True},
+        )],
         # No kernel uses shared memory or tensor cores, so one target is sufficient.
         {"causal bf16 D=200": (120, partial(average, channels=200))},
         [average, partial(average, varlen=True)],
@@ -269,8 +256,7 @@ CALLS = {
             "bf16 N=32 plain": partial(turning, states=32, skip=False),
             "step bf16 D=1024 mask": partial(turning, masked=True, step=True),
         },
-        {"fp16 D=1024 mask": partial(turning, dtype=FP16, masked=True)}
-        | {f"step {dtype} D=1024": partial(turning, dtype=dtype, step=True) for dtype in (FP16, FP32)},
+        [partial(turning, dtype=FP16, masked=True), *(partial(turning, dtype=x, step=True) for x in (FP16, FP32))],
         {"bf16 D=200": (120, partial(turning, channels=200))},
         [turning, partial(turning, varlen=True)],
         (4000, 4096, 4009),
@@ -284,7 +270,7 @@ CALLS = {
             "step bf16 D=1024": partial(norm, step=True),
             "step fp32 D=4096 mask": partial(norm, FP32, features=4096, groups=64, masked=True, step=True),
         },
-        {"fp16 D=1024 mask": partial(norm, FP16, masked=True), "step fp16 D=1024": partial(norm, FP16, step=True)},
+        [partial(norm, FP16, masked=True), partial(norm, FP16, step=True)],
         {"fp32 groups of 7": (120, partial(norm, FP32, features=77, groups=11))},
         [norm],
         (4000, 4096, 4009),
@@ -301,20 +287,15 @@ CALLS = {
             "step wt103 bf16": partial(gated, *STEP_WT103),
             "varlen, dropout, bf16": partial(gated, *LRA, varlen=True),
         },
-        both("relu2 bf16", *LRA[:6], "relu2", *LRA[7:])
-        | both("LRA text fp16", *LRA, FP16)
-        | both("full fp16", *FULL, FP16)
-        | both("full fp32", *FULL, FP32)
-        | {f"step enwik8 {dtype}": partial(gated, *STEP_ENWIK8, dtype) for dtype in (FP16, FP32)}
-        | {f"step Z={size} fp32": partial(gated, *STEP_WT103[:4], size, *STEP_WT103[5:], FP32) for size in (128, 256)}
-        | {
+        [
+            *passes(*LRA[:6], "relu2", *LRA[7:]), *passes(*LRA, FP16), *passes(*FULL, FP16), *passes(*FULL, FP32),
+            *(partial(gated, *STEP_ENWIK8, dtype) for dtype in (FP16, FP32)),
+            *(partial(gated, *STEP_WT103[:4], size, *STEP_WT103[5:], FP32) for size in (128, 256)),
             # the largest sizes of queries and keys of each configuration
-            name: call
-            for size in (128, 256)
-            for dtype in (BF16, FP32)
-            for shape, rest in (((*SHAPE, 4096), ("softmax", True, True)), (LRA[:4], ("laplace", False, True)))
-            for name, call in both(f"Z={size} {rest[0]} {dtype}", *shape, size, 1024, *rest, dtype).items()
-        },
+            *(call for size in (128, 256) for dtype in (BF16, FP32)
+              for shape, rest in (((*SHAPE, 4096), ("softmax", True, True)), (LRA[:4], ("laplace", False, True)))
+              for call in passes(*shape, size, 1024, *rest, dtype)),
+        ],
         # GPUs with little shared memory, and sizes that are not powers of two
         {
             "wt103 bf16": (120, partial(gated, *WT103)),
