@@ -109,12 +109,6 @@ def places(member: Member) -> tuple[int, ...]:
     return tuple(range(len(member.chosen)))
 
 
-def backward(member):
-    leaves = new(member)
-    member.number(*leaves).backward()
-    return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-
-
 def second(member):
     leaves = new(member)
     return gradients(dot(gradients(member.number(*leaves), leaves, create_graph=True), member.directions), leaves)
@@ -129,18 +123,6 @@ def second_of_each(member):
         found = gradients((first * direction).sum(), leaves)
         results = [x + y for x, y in zip(results, found, strict=True)]
     return results
-
-
-def second_backward(member):
-    leaves = new(member)
-    member.number(*leaves).backward(create_graph=True)
-    first = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-    for x in leaves:
-        x.grad = None
-    slope = dot(first, member.directions)
-    if slope.requires_grad:
-        slope.backward()
-    return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
 
 def dual(member):
@@ -162,13 +144,12 @@ def of_two(member, function):
     return [x[0] for x in (results if isinstance(results, tuple) else (results,))]
 
 
-PLAIN = ("backward", "second", "second of each", "second backward")
+PLAIN = ("backward", "second", "second of each")
 # Way -> (what it computes, function).
 WAYS = {
-    "backward": ("first", backward),
+    "backward": ("first", lambda m: gradients(m.number(*(leaves := new(m))), leaves)),
     "second": ("second", second),
     "second of each": ("second", second_of_each),
-    "second backward": ("second", second_backward),
     "grad": ("first", lambda m: grad(m.number, places(m))(*m.leaves)),
     "vjp": ("first", lambda m: vjp(m.number, *m.leaves)[1](torch.ones_like(m.leaves[0]).sum() / m.leaves[0].numel())),
     "jvp": ("slope", lambda m: [jvp(m.number, m.leaves, m.directions)[1]]),
