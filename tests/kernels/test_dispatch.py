@@ -206,9 +206,6 @@ PROCESSES = {
     "the interpreter must be chosen by name": (
         EXPLAIN.format(None), {"TRITON_INTERPRET": "1"},
         "luna_attention runs on 'torch': no Triton kernel: the tensors are on cpu", ""),
-    "the interpreter": (
-        EXPLAIN.format("'triton'"), {"TRITON_INTERPRET": "1"},
-        "luna_attention runs on 'triton': chosen by its argument", ""),
     "no interpreter": (
         EXPLAIN.format("'triton'"), {"TRITON_INTERPRET": "0"}, "",
         "the tensors are on cpu; the kernels need CUDA, or TRITON_INTERPRET=1"),

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def segments(layer, x):
 
 
 def test_segments_and_steps_are_one_call(layer, x):
-    """Outputs, states and gradients of all parameters are equal."""
+    """Outputs, states and gradients of all parameters are equal, also outputs of copies."""
     layer, x = layer.double(), x.double()
     results = []
     for run in (lambda *_: layer(x, return_state=True), segments, steps):
@@ -78,7 +79,8 @@ def test_segments_and_steps_are_one_call(layer, x):
     assert_same(results[1], results[0], 1e-11)
     assert_same(results[2], results[0], 1e-11)
     with torch.no_grad():
-        assert_same(steps(layer, x), results[0][:2])
+        for copied in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert_same(steps(copied, x), results[0][:2])
 
 
 def steps(layer, x, coefficients=None):

@@ -1,6 +1,5 @@
 """How calls are divided into programs, for several GPUs and batch sizes, and the work of the host; without a GPU."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from unittest import mock
@@ -12,11 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from luna_mega.kernels import _export, api  # noqa: E402
-from luna_mega.kernels.common import triton_choice, triton_launch  # noqa: E402
+from luna_mega.kernels.common import triton_choice  # noqa: E402
+from luna_mega.kernels.common.triton_launch import Target, recording  # noqa: E402
 from luna_mega.modeling_common.cache import keep_derived  # noqa: E402
 from tests.kernels.aot_calls import BF16, LRA, average, causal, gated, luna, turning  # noqa: E402
-from tests.kernels.backends import shrink_blocks  # noqa: E402
-from tests.kernels.calls import OF_SEQUENCES, OPERATORS, TOKENS, Sizes  # noqa: E402
 from tests.kernels.steps import STEPS  # noqa: E402
 
 # Calls by the number of sequences.
@@ -47,7 +45,7 @@ def plans(name: str) -> list:
     results = []
     for processors in GPUS:
         for batch in (1, 6):
-            with triton_launch.recording(triton_launch.Target(processors=processors)) as launches:
+            with recording(Target(processors=processors)) as launches:
                 CALLS[name](batch)
             results.append(
                 [
@@ -62,6 +60,7 @@ def plans(name: str) -> list:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_deterministic_plans_do_not_depend_on_the_gpu_and_the_batch(name, deterministic):
+    """Then the results of a sequence do not depend on them either."""
     first, *others = plans(name)
     assert first and all(other == first for other in others)
 
@@ -72,34 +71,11 @@ def test_other_plans_fill_the_gpu(name):
     assert any(other != first for other in others)
 
 
-def results(op: str, batch: int, processors: int, monkeypatch) -> list[torch.Tensor]:
-    """Return the output and the gradients of the tokens of the first sequence of a batch."""
-    monkeypatch.setattr(triton_launch, "_target", triton_launch.Target(processors=processors))
-    shrink_blocks(monkeypatch, "small", triton=True)
-    call = OPERATORS[op].make(Sizes(2, 260 if op == "luna_pack" else 40, 1, rows=5))
-    leaves = {key: (x[:batch] if key in TOKENS | OF_SEQUENCES else x).float() for key, x in call.leaves.items()}
-    tokens = [leaves[key].requires_grad_() for key in leaves.keys() & TOKENS]
-    output = call.run(**leaves, backend="triton")[0]
-    seed = torch.randn(2, *output.shape[1:], generator=torch.Generator().manual_seed(0))[:batch]
-    return [x[0] for x in (output, *torch.autograd.grad(output, tokens, seed))]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="replaces the target of interpreted kernels")
-@pytest.mark.parametrize("op", ["luna_pack", "luna_causal_attention", "damped_ema"])
-def test_deterministic_results_do_not_depend_on_the_gpu_and_the_batch(op, deterministic, monkeypatch):
-    first, second = results(op, 1, 4, monkeypatch), results(op, 2, 132, monkeypatch)
-    assert all(map(torch.equal, first, second))
-
-
 def test_deterministic_calls_are_not_tuned(deterministic, monkeypatch):
     """Deterministic calls use the default configuration, because the fastest one depends on the GPU."""
     monkeypatch.setenv("LUNA_MEGA_AUTOTUNE", "1")
-    device = torch.device("cuda")
-    assert (
-        triton_choice.choose(None, [], {}, ["default", "other"], lambda configuration: configuration, device)
-        == "default"
-    )
+    configurations = ["default", "other"]
+    assert triton_choice.choose(None, [], {}, configurations, str, torch.device("cuda")) == "default"
 
 
 # The maximum numbers of operators and launches of each step of a model.
@@ -131,29 +107,15 @@ class Counts(TorchDispatchMode):
         return operator(*arguments, **(options or {}))
 
 
-@contextlib.contextmanager
-def counted_launches() -> Iterator[list[int]]:
-    """Yield a list that contains the number of launches, and run no kernel."""
-    from triton.runtime.interpreter import InterpretedFunction
-
-    launches = [0]
-
-    def count(*arguments: object, **options: object) -> None:
-        launches[0] += 1
-
-    with mock.patch.object(InterpretedFunction, "run", count), api.use_backend("triton"):
-        yield launches
-
-
 def measure(run: Callable) -> tuple[int, int]:
-    """Return the number of PyTorch operators and the number of launches of a call."""
-    with counted_launches() as launches, keep_derived(True):  # decoding steps as in `generate`
+    """Return the number of PyTorch operators and the number of launches of a call; no kernel runs."""
+    with api.use_backend("triton"), keep_derived(True), recording(Target()) as launches:  # decodes as `generate` does
         for _ in range(2):
             run()
-        launches[0] = 0
+        before = len(launches)
         with mock.patch.object(_export, "_len_torch_dispatch_stack", lambda: 0), Counts() as counts:
             run()
-    return counts.operators, launches[0]
+    return counts.operators, len(launches) - before
 
 
 @pytest.mark.triton
