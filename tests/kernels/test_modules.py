@@ -134,12 +134,8 @@ def test_given_coefficients(layer, x, backend):
                 [weight.mul_(0.5) for name, weight in layer.named_parameters() if name != "skip"]
         assert_same(steps(layer, x, made), expected, 1e-5)
         wrong = type(layer)(D, N + 1, **({"init": "real"} if getattr(layer, "frequency", 1) is None else {}))
-        for given in (
-            wrong.step_coefficients(),
-            made[:2],
-            [of[:1] for of in made],
-            layer.step_coefficients(torch.float64),
-        ):
+        others = wrong.step_coefficients(), made[:2], [of[:1] for of in made], layer.step_coefficients(torch.float64)
+        for given in others:
             with pytest.raises(ValueError, match=r"needs three `coefficients` of torch.float32 \[6, 4"):
                 layer.step(x[:, 0], expected[1], coefficients=given)
         with pytest.raises(ValueError, match="needs three `coefficients` of torch.float64"):

@@ -129,4 +129,4 @@ def test_counts_are_within_their_budgets(triton_device):
     """
     for name, most in BUDGETS.items():
         counts = measure(STEPS[name]().run)
-        assert counts[0] <= most[0] and counts[1] <= most[1], f"{name}: {counts} operators and launches, at most {most}"
+        assert counts[0] <= most[0] and 0 < counts[1] <= most[1], f"{name}: {counts} instead of {most}"
