@@ -1,7 +1,7 @@
 """Every operator has the right derivatives in every way of PyTorch, for any of its tensors, and in programs."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -266,13 +266,13 @@ def test_coefficients(name):
     assert torch.autograd.gradgradcheck(run, leaves)
 
 
-def trained(made: Member, tensors: dict[str, Tensor]) -> Iterator[Tensor]:
-    """Yield the outputs of a call, and the gradients of some of its tensors."""
+def trained(made: Member, tensors: dict[str, Tensor]) -> list[tuple]:
+    """Return the shapes and dtypes of the outputs of a call, and of the gradients of some of its tensors."""
     tensors = {key: x.requires_grad_(key in made.chosen) for key, x in tensors.items()}
     outputs = made.call(**tensors)
-    yield from outputs
     used = [x for x in outputs if x.is_floating_point() and x.requires_grad]
-    yield from gradients(sum(x.sum() for x in used), [tensors[key] for key in made.chosen])
+    found = gradients(sum(x.sum() for x in used), [tensors[key] for key in made.chosen])
+    return [(x.shape, x.dtype) for x in (*outputs, *found)]
 
 
 @EACH
@@ -283,13 +283,13 @@ def test_without_values(operator, data):
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32]))
     case = data.draw(random_cases(operator))
     made = member(replace(case, seed=2 * (case.seed or 0) + 1), dtype=dtype)  # has `max_seqlen`
-    expected = [(x.shape, x.dtype) for x in trained(made, {key: x.detach() for key, x in made.tensors.items()})]
     mode = FakeTensorMode()
-    fakes = {key: mode.from_tensor(x.detach()) for key, x in made.tensors.items()}
+    kinds = [lambda x: x, mode.from_tensor, lambda x: x.to("meta")]
+    plain, fakes, metas = ({key: made_of(x.detach()) for key, x in made.tensors.items()} for made_of in kinds)
+    expected = trained(made, plain)
     with mode:
-        assert [(x.shape, x.dtype) for x in trained(made, fakes)] == expected
-    metas = {key: x.detach().to("meta") for key, x in made.tensors.items()}
-    assert [(x.shape, x.dtype) for x in trained(made, metas)] == expected
+        assert trained(made, fakes) == expected
+    assert trained(made, metas) == expected
 
 
 def other(name: str, x: Tensor) -> Tensor:
