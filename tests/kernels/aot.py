@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import sass
@@ -40,15 +41,8 @@ TARGETS = {
     120: triton_launch.Target((12, 0), 170, 99 * 1024),
 }
 MAIN_TARGETS = 80, 90
-TYPES = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
-TYPES |= {torch.bool: "i1", torch.uint8: "u8"}
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+TYPES |= {torch.int32: "i32", torch.int64: "i64", torch.bool: "i1", torch.uint8: "u8"}
 # Resource limits of the kernels, with all versions of `tritons`. `test_aot.py` fails if a kernel exceeds them.
 BUDGETS = HERE / "aot_budgets.csv"
 # Tensor core instructions and their prefixes in PTX.
@@ -70,22 +64,19 @@ def recorded(calls: dict[str, Callable], arch: int) -> Iterator[tuple[str, trito
             yield name, launch
 
 
-def launches(op: str, arch: int) -> Iterator[tuple[str, triton_launch.Launch]]:
-    """Yield (case, launch) for the main calls of an op and for those at the limits of a target."""
-    calls = CALLS[op]
-    if arch in MAIN_TARGETS:
-        yield from recorded(calls.main, arch)
-    yield from recorded({name: call for name, (target, call) in calls.edges.items() if target == arch}, arch)
+def launches(op: str, arch: int, every: bool = False) -> Iterator[tuple[bool, str, triton_launch.Launch]]:
+    """Yield (is default, case, launch) for the main calls of an op, and for those at the limits of a target.
 
-
-def further_launches(op: str, arch: int) -> Iterator[tuple[str, triton_launch.Launch]]:
-    """Yield (case, launch) for other dtypes, and for all configurations that tuning may select on the main targets."""
-    main, calls = arch in MAIN_TARGETS, CALLS[op]
-    with triton_choice.choosing(_run_all) if main else nullcontext():
-        yield from launches(op, arch)
-        yield from recorded({f"{call.args} {call.keywords}": call for call in calls.further}, arch)
-        if not main:
-            yield from recorded(calls.main, arch)
+    With `every`, also for other dtypes, and for all configurations that tuning may select on the main targets.
+    """
+    is_main, calls = arch in MAIN_TARGETS, CALLS[op]
+    edges = {name: call for name, (target, call) in calls.edges.items() if target == arch}
+    default = calls.main | edges if is_main else edges
+    yield from ((True, *launch) for launch in recorded(default, arch))
+    if every:
+        further = default | {f"{call.args} {call.keywords}": call for call in calls.further} | calls.main
+        with triton_choice.choosing(_run_all) if is_main else nullcontext():
+            yield from ((False, *launch) for launch in recorded(further, arch))
 
 
 def keys_of_lengths(op: str) -> list[list[str]]:
@@ -129,13 +120,7 @@ def report(compiled) -> dict:
     The instructions are counted in PTX: `ptxas` emits at least one for each.
     """
     code = sass.disassemble(compiled.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, encoding="utf-8", check=True
-        ).stdout
+    usage = sass.disassemble(compiled.asm["cubin"], "cuobjdump", "-res-usage")
     registers, stack, static = map(int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", usage).groups())
     spills = len(re.findall(r"\b(LDL|STL)\b", code)) if stack else 0
     wgmma, mma = (len(re.findall(rf"\b{name}\b", compiled.asm["ptx"])) for name in INSTRUCTIONS.values())
@@ -153,13 +138,6 @@ def narrow_sums(ttir: str) -> list[str]:
     return re.findall(rf"{product}|{reduction}", ttir, re.MULTILINE)
 
 
-def read_budgets() -> dict[tuple[str, ...], dict[str, int]]:
-    """Return (op, kernel, case, arch) -> column -> limit: a minimum for tensor core instructions, else a maximum."""
-    with open(BUDGETS, encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {tuple(row[name] for name in KEY): {name: int(row[name]) for name in COLUMNS} for row in rows}
-
-
 def report_versions(options: list[str]) -> list[dict]:
     """Return the reports of this script with all versions of Triton."""
     rows = []
@@ -172,9 +150,14 @@ def report_versions(options: list[str]) -> list[dict]:
 
 
 def write_budgets(rows: list[dict]) -> None:
-    """Replace the limits of the reported ops and targets by the largest values of these reports."""
+    """Replace the limits of the reported ops and targets by the largest values of these reports.
+
+    The limits of tensor core instructions are minima.
+    """
     replaced = {(row["op"], str(row["arch"])) for row in rows}
-    table = {key: limits for key, limits in read_budgets().items() if (key[0], key[3]) not in replaced}
+    with open(BUDGETS, encoding="utf-8", newline="") as file:
+        kept = [row for row in csv.DictReader(file) if (row["op"], row["arch"]) not in replaced]
+    table = {tuple(row[name] for name in KEY): {name: int(row[name]) for name in COLUMNS} for row in kept}
     for row in rows:
         key = tuple(str(row[name]) for name in KEY)
         old = table.get(key, row)
@@ -188,27 +171,25 @@ def write_budgets(rows: list[dict]) -> None:
 def reports(op: str, arch: int, every: bool):
     """Compile the kernels of an op; print and yield their reports."""
     seen, variants = set(), Counter()
-    further = further_launches(op, arch) if every else ()
-    for default, launched in ((True, launches(op, arch)), (False, further)):
-        for case, launch in launched:
-            key, compile_it = compile_launch(launch, arch)
-            if key in seen:
-                continue
-            seen.add(key)
-            start, kernel = time.perf_counter(), launch.kernel.fn.__name__
-            used = report(compile_it())
-            variants[kernel, case] += 1
-            if variants[kernel, case] > 1:  # the forward and backward passes of a case may launch the same kernel
-                case += f" ({variants[kernel, case]})"
-            label, seconds = f"{op} {kernel}, {case}", time.perf_counter() - start
-            print(f"{label:<72} sm_{arch}", *(f"{used[c]:>9}" for c in COLUMNS), f"{seconds:7.1f}", flush=True)
-            for fault in used["unwritten"]:
-                print(f"    reads a register that was never written: {fault}")
-            available = TARGETS[arch].shared_memory
-            yield {
-                "op": op, "kernel": kernel, "case": case, "arch": arch, "default": default, "available": available,
-                **used,
-            }  # fmt: skip
+    for default, case, launch in launches(op, arch, every):
+        key, compile_it = compile_launch(launch, arch)
+        if key in seen:
+            continue
+        seen.add(key)
+        start, kernel = time.perf_counter(), launch.kernel.fn.__name__
+        used = report(compile_it())
+        variants[kernel, case] += 1
+        if variants[kernel, case] > 1:  # the forward and backward passes of a case may launch the same kernel
+            case += f" ({variants[kernel, case]})"
+        label, seconds = f"{op} {kernel}, {case}", time.perf_counter() - start
+        print(f"{label:<72} sm_{arch}", *(f"{used[c]:>9}" for c in COLUMNS), f"{seconds:7.1f}", flush=True)
+        for fault in used["unwritten"]:
+            print(f"    reads a register that was never written: {fault}")
+        available = TARGETS[arch].shared_memory
+        yield {
+            "op": op, "kernel": kernel, "case": case, "arch": arch, "default": default, "available": available,
+            **used,
+        }  # fmt: skip
 
 
 def main() -> None:
@@ -228,14 +209,11 @@ def main() -> None:
     print(
         f"Triton {triton.__version__}\n{'kernel, case':<72} arch ", *(f"{column:>9}" for column in COLUMNS), "seconds"
     )
-    rows = [
-        row
-        for op in arguments.ops or CALLS
-        for arch in arguments.arch or TARGETS
-        for row in reports(op, arch, arguments.every)
-    ]
+    ops, rows = arguments.ops or CALLS, []
+    for op, arch in product(ops, arguments.arch or TARGETS):
+        rows += reports(op, arch, arguments.every)
     if arguments.json:
-        lengths = {op: keys_of_lengths(op) for op in arguments.ops or CALLS}
+        lengths = {op: keys_of_lengths(op) for op in ops}
         content = {"triton": triton.__version__, "kernels": rows, "lengths": lengths}
         arguments.json.write_text(json.dumps(content, indent=1), encoding="utf-8")
 

@@ -355,33 +355,29 @@ OPERATORS = {
 }  # fmt: skip
 
 
-# The first call of each op of `GPU_CALLS` is captured and compiled.
+# Options of the calls for GPUs; the first call of each op is captured and compiled.
+GPU_OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "luna_attention": [{"masked": True, "tied": True}, {"padding_free": True}, {"size": 128, "tied": True}],
+    "luna_causal_attention": [
+        {"masked": True, "stateful": True, "rows": 32}, {"rows": 80}, {"rows": 40, "activation": "elu"},
+    ],
+    "damped_ema": [{"stateful": True}, {"directions": 2, "masked": True}, {"padding_free": True}],
+    "complex_ema": [{"stateful": True}, {"masked": True}, {"padding_free": True}],
+    "diagonal_ssm": [{"stateful": True}, {"directions": 2, "masked": True}, {"padding_free": True}],
+    "timestep_norm": [{"stateful": True}, {"masked": True}],
+    "gated_attention": [
+        {"masked": True}, {"function": "laplace", "chunk": 64, "causal": True},
+        {"function": "relu2", "chunk": 64, "padding_free": True},
+    ],
+    "luna_causal_attention_step": [{"stateful": True}],
+    "damped_ema_step": [{}],
+    "diagonal_ssm_step": [{}],
+    "gated_attention_step": [{"function": "softmax"}],
+}  # fmt: skip
 GPU_CALLS = {
-    "luna_attention masked, tied": partial(_luna, masked=True, tied=True),
-    "luna_attention padding_free": partial(_luna, padding_free=True),
-    "luna_attention size=128, tied": partial(_luna, size=128, tied=True),
-    "luna_causal_attention masked, stateful": partial(_causal, masked=True, stateful=True, rows=32),
-    "luna_causal_attention rows=80": partial(_causal, rows=80),
-    "luna_causal_attention rows=40, elu": partial(_causal, rows=40, activation="elu"),
-    "damped_ema stateful": partial(_average, kind="damped_ema", stateful=True),
-    "damped_ema directions=2, masked": partial(_average, kind="damped_ema", directions=2, masked=True),
-    "damped_ema padding_free": partial(_average, kind="damped_ema", padding_free=True),
-    "gated_attention masked": partial(_gated, masked=True),
-    "gated_attention laplace, chunks, causal": partial(_gated, function="laplace", chunk=64, causal=True),
-    "gated_attention relu2, chunks, padding_free": partial(_gated, function="relu2", chunk=64, padding_free=True),
-    "complex_ema stateful": partial(_average, kind="complex_ema", stateful=True),
-    "complex_ema masked": partial(_average, kind="complex_ema", masked=True),
-    "complex_ema padding_free": partial(_average, kind="complex_ema", padding_free=True),
-    "diagonal_ssm stateful": partial(_average, kind="diagonal_ssm", stateful=True),
-    "diagonal_ssm directions=2, masked": partial(_average, kind="diagonal_ssm", directions=2, masked=True),
-    "diagonal_ssm padding_free": partial(_average, kind="diagonal_ssm", padding_free=True),
-    "timestep_norm stateful": partial(_norm, stateful=True),
-    "timestep_norm masked": partial(_norm, masked=True),
-    "luna_causal_attention_step": partial(_causal, step=True, stateful=True),
-    "damped_ema_step": partial(_average, kind="damped_ema", step=True),
-    "diagonal_ssm_step": partial(_average, kind="diagonal_ssm", step=True),
-    "gated_attention_step": partial(_gated, step=True, function="softmax"),
-}
+    " ".join((name, *(f"{key}={value}" for key, value in options.items()))): partial(OPERATORS[name].make, **options)
+    for name, several in GPU_OPTIONS.items() for options in several
+}  # fmt: skip
 
 
 def main() -> None:

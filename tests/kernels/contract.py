@@ -68,6 +68,8 @@ def bound_of(case: "Case", backend: str) -> float:
         # Sums of causal attention grow with each position, and their order depends on the processor.
         grows = case.decays != "trained" or "causal" in case.operator
         return 5e-6 if case.dtype == torch.float32 and grows else bounds[case.dtype]
+    if case.operator == "complex_ema" and case.decays == "slow" and case.sizes.length > 200:
+        return 2e-5  # rounded phases rotate states that persist; the reference in float32 has eight times this error
     return next(bounds[case.dtype] for name, bounds in TRITON_BOUNDS.items() if case.operator.startswith(name))
 
 

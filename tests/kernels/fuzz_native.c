@@ -40,22 +40,17 @@ static void *array(int64_t count, int64_t size) {
 
 static float *result(int64_t count) { return memset(array(count, 4), 0xff, (size_t)count * 4); } /* NaN */
 
-static float *floats(int64_t count) {
-    float *to = array(count, 4);
-    for (int64_t i = 0; i < count; i++) to[i] = (float)number();
-    return to;
-}
-
-static void *rows(int64_t count, int half) {
-    uint16_t *to;
-    if (!half) return floats(count);
-    to = array(count, 2);
+static void *rows(int64_t count, int half) { /* of float32, or of bfloat16: the upper halves */
+    int64_t size = half ? 2 : 4;
+    char *to = array(count, size);
     for (int64_t i = 0; i < count; i++) {
         float x = (float)number();
-        memcpy(to + i, (char *)&x + 2, 2);
+        memcpy(to + i * size, (char *)&x + 4 - size, (size_t)size);
     }
     return to;
 }
+
+static float *floats(int64_t count) { return rows(count, 0); }
 
 static uint8_t *mask(int64_t count) {
     uint8_t *to = array(count, 1);

@@ -16,17 +16,9 @@ from tests.kernels import calls
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
-OPS = (
-    "luna_attention",
-    "luna_causal_attention",
-    "damped_ema",
-    "complex_ema",
-    "diagonal_ssm",
-    "timestep_norm",
-    "gated_attention",
-)
 NAMES = [name for name, _ in calls.calls(1, not GPU)]
 TRAINED = [name for name in NAMES if not name.split(" ")[0].endswith("_step")]
+OPS = tuple(dict.fromkeys(name.split(" ")[0] for name in TRAINED))
 # The first call of each op.
 ONE = [next(name for name in TRAINED if name.split(" ")[0] == op) for op in OPS]
 # dtype -> precision of products of float32 matrices.

@@ -17,13 +17,13 @@ LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z]\w*)([\w.]*)\s
 REGISTER = re.compile(r"(gdesc\[|desc\[|\b)UR(\d+)\b")
 
 
-def disassemble(cubin: bytes) -> str:
-    """Return the instructions of a compiled kernel as text."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+def disassemble(cubin: bytes, tool: str = "nvdisasm", option: str = "-c") -> str:
+    """Return the instructions of a compiled kernel as text, or what another tool prints."""
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([tool, "-c", file.name], capture_output=True, encoding="utf-8", check=True).stdout
+        return subprocess.run([path, option, file.name], capture_output=True, encoding="utf-8", check=True).stdout
 
 
 def unwritten_reads(code: str) -> list[str]:

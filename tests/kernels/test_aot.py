@@ -44,6 +44,7 @@ FAULTY = """
         /*0b90*/              @!P0 LDG.E.U8 R5, desc[UR60][R2.64+0x10] ;
 """
 CORRECT = FAULTY.replace("UMOV UR7", "UMOV UR22").replace("UIADD3.X UR7, UR7", "UIADD3.X UR23, UR22")
+WRITTEN = "/*0000*/ UIADD3.64 UR6, URZ, 0x4, URZ ;\n"
 
 
 @pytest.mark.parametrize(
@@ -58,18 +59,13 @@ CORRECT = FAULTY.replace("UMOV UR7", "UMOV UR22").replace("UIADD3.X UR7, UR7", "
         ("/*0000*/ ULEA UR4, UP0, UR6, UR7, 0x2 ;", ["0000"]),
         ("/*0000*/ UISETP.GE.AND UP0, UPT, UR6, URZ, UPT ;", ["0000"]),
         ("/*0000*/ VOTEU.ANY UR6, UPT, P0 ;\n/*0010*/ UIMAD.WIDE UR4, UR6, 0x4, URZ ;\n/*0020*/ UMOV UR8, UR5 ;", []),
+        # A matrix in registers has no descriptor: then only the last two registers are read.
+        (WRITTEN + "/*0010*/ HGMMA.64x32x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;", ["0010"]),
+        (WRITTEN + "/*0010*/ HGMMA.64x32x16.F32.BF16 R24, R4, gdesc[UR4].tnspB, R24 ;", []),
     ],
 )  # fmt: skip
 def test_reads_of_unwritten_registers(code, faults):
     assert [fault.partition(":")[0] for fault in sass.unwritten_reads(code)] == faults
-
-
-def test_descriptors_of_tensor_cores():
-    """A matrix in registers has no descriptor: then only the last two registers are read."""
-    written = "/*0000*/ UIADD3.64 UR6, URZ, 0x4, URZ ;\n"
-    both = written + "/*0010*/ HGMMA.64x32x16.F32.BF16 R24, gdesc[UR4], R24, gsb0 ;"
-    one = written + "/*0010*/ HGMMA.64x32x16.F32.BF16 R24, R4, gdesc[UR4].tnspB, R24 ;"
-    assert len(sass.unwritten_reads(both)) == 1 and sass.unwritten_reads(one) == []
 
 
 def run_script(*command, version: str | None = None) -> str:
@@ -82,66 +78,68 @@ def run_script(*command, version: str | None = None) -> str:
     return run.stdout
 
 
-def check_machine_code(content: dict, version: str) -> None:
-    """Check all kernels of a report for unwritten registers and 16-bit sums."""
-    rows = content["kernels"]
-    assert content["triton"] == version and rows
-    faults = {(row["kernel"], row["case"], row["arch"]): row["unwritten"] for row in rows if row["unwritten"]}
-    assert not faults, "these kernels read registers that were never written"
-    assert not [row for row in rows if row["narrow"]], "these kernels accumulate in 16 bits"
+@pytest.fixture
+def report(tmp_path):
+    """Return a function that returns a report, and checks all kernels for unwritten registers and 16-bit sums."""
+
+    def compile_all(*options: str, version: str | None = None) -> dict:
+        path = tmp_path / "report.json"
+        run_script(HERE / "aot.py", *options, "--json", path, version=version)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        rows = content["kernels"]
+        assert content["triton"] == (version or triton.__version__) and rows
+        assert not [row for row in rows if row["unwritten"]], "these kernels read registers that were never written"
+        assert not [row for row in rows if row["narrow"]], "these kernels accumulate in 16 bits"
+        return content
+
+    return compile_all
+
+
+VERSIONS = pytest.mark.parametrize("version", [*tritons.OLDER, tritons.NEWEST])
+EACH = pytest.mark.parametrize("op", aot_calls.CALLS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", [*tritons.OLDER, tritons.NEWEST])
+@VERSIONS
 def test_the_known_fault_with_each_compiler(version):
     faults = json.loads(run_script("-c", KNOWN_FAULT, version=version))
     assert "UR22" in faults[0] if version in tritons.OLDER else not faults
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", aot_calls.CALLS)
-def test_machine_code_of_the_newest_triton(op, tmp_path):
+@EACH
+def test_machine_code_of_the_newest_triton(op, report):
     """The default configurations for sm_90 are compiled correctly; `test_budgets` checks the installed version."""
-    command = [HERE / "aot.py", op, "--arch", "90", "--json", tmp_path / "report.json"]
-    run_script(*command, version=tritons.NEWEST)
-    check_machine_code(json.loads((tmp_path / "report.json").read_text(encoding="utf-8")), tritons.NEWEST)
+    report(op, "--arch=90", version=tritons.NEWEST)
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("op", aot_calls.CALLS)
-@pytest.mark.parametrize("version", [*tritons.OLDER, tritons.NEWEST])
-def test_machine_code_of_every_configuration(version, op, tmp_path):
+@EACH
+@VERSIONS
+def test_machine_code_of_every_configuration(version, op, report):
     """Other dtypes and all configurations that tuning may select are compiled correctly, and fit an H100."""
-    command = [HERE / "aot.py", op, "--arch", "80", "--arch", "90", "--every", "--json", tmp_path / "report.json"]
-    run_script(*command, version=version)
-    content = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    check_machine_code(content, version or triton.__version__)
-    assert not all(row["default"] for row in content["kernels"])
-    for row in content["kernels"]:
-        if row["arch"] == 90:
-            assert row["shared"] <= row["available"], f"{row}: remove this configuration"
+    rows = report(op, "--arch=80", "--arch=90", "--every", version=version)["kernels"]
+    assert not all(row["default"] for row in rows)
+    too_large = [row for row in rows if row["arch"] == 90 and row["shared"] > row["available"]]
+    assert not too_large, "remove these configurations"
 
 
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("op", ["gated_attention", "luna_attention", "luna_causal_attention"])
-def test_default_configurations_fit_small_devices(op, tmp_path):
+def test_default_configurations_fit_small_devices(op, report):
     """All sizes and dtypes fit the 99 KB of shared memory of the RTX 30, 40 and 50; other ops need less than 8 KB."""
-    command = [HERE / "aot.py", op, "--arch", "89", "--every", "--json", tmp_path / "report.json"]
-    run_script(*command)
-    rows = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))["kernels"]
+    rows = report(op, "--arch=89", "--every")["kernels"]
     assert not all(row["default"] for row in rows) and {row["available"] for row in rows} == {99 * 1024}
     assert not [row for row in rows if row["shared"] > row["available"]]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("archs", [(80, 90), pytest.param((89, 120), marks=pytest.mark.exhaustive)], ids=str)
-@pytest.mark.parametrize("op", aot_calls.CALLS)
-def test_budgets(op, archs, tmp_path):
-    run_script(HERE / "aot.py", op, *(f"--arch={arch}" for arch in archs), "--json", tmp_path / "report.json")
-    content = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
-    check_machine_code(content, triton.__version__)
+@EACH
+def test_budgets(op, archs, report):
+    content = report(op, *(f"--arch={arch}" for arch in archs))
     rows, (keys, *of_other_lengths) = content["kernels"], content["lengths"][op]
     assert all(other == keys for other in of_other_lengths), "another length of sequences compiles other kernels"
     with open(HERE / "aot_budgets.csv", encoding="utf-8", newline="") as file:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from luna_mega.kernels import api
 from luna_mega.kernels.api import gated_attention, gated_attention_step, luna_attention, luna_causal_attention
 from luna_mega.kernels.gated_attention import reference as gated_reference
-from luna_mega.kernels.luna_attention import reference as luna_reference
 from luna_mega.kernels.luna_causal_attention.reference import ACTIVATIONS
 from tests.kernels.backends import on_triton, shrink_blocks
 from tests.kernels.comparisons import assert_same
@@ -185,21 +184,6 @@ def test_returned_weights(backend):
         assert_same([(weights @ value.unflatten(1, (-1, chunk or K))).flatten(1, 2)], [output])
 
 
-def test_other_heads_of_p():
-    """The packed sequence may have other heads than x, and `project` makes keys and values of it."""
-    x, p = draw((2, 33, 4, 6), (2, 5, 2, 12))
-    context = x.reshape(2, 33, 2, 12)
-    mask, pack_mask = torch.arange(33) != torch.tensor([[3], [8]]), torch.arange(5) < torch.tensor([[5], [3]])
-
-    def project(packed):
-        return packed.reshape(2, 5, 4, 6), packed.reshape(2, 5, 4, 6).sin()
-
-    packed, _ = luna_reference.attend(p, context, context, mask, 12**-0.5)
-    output, _ = luna_reference.attend(x, *project(packed), pack_mask, 6**-0.5)
-    actual = luna_attention(x, p, context, context, project, context_mask=mask, pack_mask=pack_mask)
-    assert_same(actual, (output, packed))
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(
     ("backend", "dtype"),
@@ -250,10 +234,7 @@ def test_parts_of_causal_attention_with_left_padding(function, chunk, backend, t
     given = options | {"causal": True, "mask": mask, "start": start}
     output = gated_attention(query, key, value, bias, **given)
     for begin, stop in [(t, t + 1) for t in range(24)] + [(0, 7), (7, 9), (9, 24), (2, 21)]:
-        for cut_off in (0, begin if chunk is None else max(begin + 1 - chunk, 0)):
-            # Without chunks, every key is visible.
-            if chunk is None and cut_off or begin == cut_off and chunk != 1 and begin:
-                continue
+        for cut_off in {0, 0 if chunk is None else max(begin + 1 - chunk, 0)}:  # without chunks, every key is visible
             keys, kept = slice(cut_off, stop), mask[:, begin:stop]
             arguments = (key[:, keys], value[:, keys], bias)
             parts = options | {"mask": mask[:, keys], "start": start + cut_off}

@@ -102,19 +102,6 @@ def test_it_is_opt_in(choice, monkeypatch):
     assert pick(choice, tiles=(B,)) == B
 
 
-def test_a_choice_that_is_made_elsewhere(choice):
-    """`choosing` replaces the choice of a configuration."""
-    seen = []
-
-    def last(kernel, key, configurations, run):
-        seen.append((key, configurations))
-        return run(configurations[-1])
-
-    with choice.module.choosing(last):
-        assert pick(choice, tiles=(A, B, B)) == B
-    assert seen == [("bfloat16 length=512", (A, B))]
-
-
 def results(dtype):
     """Return rounded numbers `[1, 4000, 2, 16]` and the exact numbers, whose norms decrease by position."""
     exact = torch.randn(1, 4000, 2, 16, dtype=torch.float64) / torch.arange(1, 4001)[:, None, None] ** 0.25

@@ -140,37 +140,37 @@ def test_thousands_of_steps(operator):
     check_parts(case, "torch", [1] * 3000, bound=bound)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("operator", [*ON_NATIVE, "timestep_norm", "timestep_norm_step"])
-def test_mixed_dtypes(operator, dtype):
-    """The output has the dtype of x, and float64 results are exact, if all other tensors are float32."""
+# Dtypes of some tensors; the others are float32.
+MIXED = [
+    *((name, {"x": dtype}) for name in (*ON_NATIVE, "timestep_norm", "timestep_norm_step") for dtype in (
+        torch.float64, torch.bfloat16,
+    )),
+    ("gated_attention", {"value": torch.bfloat16, "bias": torch.float64}),
+    ("luna_causal_attention", {"key_mean": torch.float64, "value_mean": torch.float64}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("backend", "operator", "dtypes"),
+    [(backend, *row) for backend in ("reference", "torch") for row in MIXED]
+    + [on_triton(*row, slow=False) for row in MIXED if row[1].get("x") != torch.float64],
+)
+def test_mixed_dtypes(backend, operator, dtypes, triton_device):
+    """The output has the dtype of x or of the value, gradients have those of their tensors; float64 is exact."""
     inputs = Inputs(Case(operator, sizes=SIZES, stateful=OPERATORS[operator].stateful))
-    leaves = {key: x.to(dtype if key == "x" else torch.float32) for key, x in inputs.leaves.items()}
-    actual = inputs.run("torch", **leaves)
-    assert actual[0].dtype == dtype
-    if dtype == torch.float64:
-        assert {x.dtype for x in actual} == {dtype}
-        assert_same(actual, inputs.loop(**inputs.leaves))
-
-
-MIXED = {
-    "gated_attention": {"value": torch.bfloat16, "bias": torch.float64},
-    "luna_causal_attention": {"key_mean": torch.float64, "value_mean": torch.float64},
-}
-
-
-@pytest.mark.parametrize("operator", MIXED)
-@pytest.mark.parametrize("backend", ["reference", "torch", on_triton(slow=False)])
-def test_values_and_states_of_other_dtypes(backend, operator, triton_device):
-    """The output of gated attention has the dtype of its value, and gradients have those of their tensors."""
-    inputs = Inputs(Case(operator, sizes=SIZES, stateful=OPERATORS[operator].stateful))
+    exact, dtype = torch.float64 in dtypes.values() and "x" in dtypes, [*dtypes.values()][0]
     device = triton_device if backend == "triton" else torch.device("cpu")
-    leaves = {key: x.to(device, MIXED[operator].get(key, torch.float32)) for key, x in inputs.leaves.items()}
+    leaves = {key: x.to(device, dtypes.get(key, torch.float32)) for key, x in inputs.leaves.items()}
     found = results(inputs, lambda **x: inputs.run(backend, **x), leaves)
-    exact = results(inputs, lambda **x: inputs.loop(**x), inputs.leaves)
-    assert_same(found, exact, 1.5e-2 if "gated" in operator else 1e-5)
-    assert found[0].dtype == MIXED[operator].get("value", torch.float32)
-    assert [x.dtype for x in found[-len(leaves) :]] == [x.dtype for x in leaves.values()]
+    right = results(inputs, lambda **x: inputs.loop(**x), inputs.leaves)
+    count = len(found) - len(leaves)
+    assert found[0].dtype == (torch.float32 if "causal" in operator else dtype)
+    assert [x.dtype for x in found[count:]] == [x.dtype for x in leaves.values()]
+    if exact:
+        assert {x.dtype for x in found[:count]} == {dtype}
+        assert_same(found[:count], right[:count])
+    else:
+        assert_same(found, right, 1e-5 if "causal" in operator else 1.5e-2)
 
 
 LENGTH, MEAN = 9_000, 12.0

@@ -1,7 +1,7 @@
 """Every operator has the right derivatives in every way of PyTorch, for any of its tensors, and in programs."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -109,12 +109,6 @@ def places(member: Member) -> tuple[int, ...]:
     return tuple(range(len(member.chosen)))
 
 
-def backward(member):
-    leaves = new(member)
-    member.number(*leaves).backward()
-    return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-
-
 def second(member):
     leaves = new(member)
     return gradients(dot(gradients(member.number(*leaves), leaves, create_graph=True), member.directions), leaves)
@@ -129,18 +123,6 @@ def second_of_each(member):
         found = gradients((first * direction).sum(), leaves)
         results = [x + y for x, y in zip(results, found, strict=True)]
     return results
-
-
-def second_backward(member):
-    leaves = new(member)
-    member.number(*leaves).backward(create_graph=True)
-    first = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
-    for x in leaves:
-        x.grad = None
-    slope = dot(first, member.directions)
-    if slope.requires_grad:
-        slope.backward()
-    return [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
 
 
 def dual(member):
@@ -162,13 +144,12 @@ def of_two(member, function):
     return [x[0] for x in (results if isinstance(results, tuple) else (results,))]
 
 
-PLAIN = ("backward", "second", "second of each", "second backward")
+PLAIN = ("backward", "second", "second of each")
 # Way -> (what it computes, function).
 WAYS = {
-    "backward": ("first", backward),
+    "backward": ("first", lambda m: gradients(m.number(*(leaves := new(m))), leaves)),
     "second": ("second", second),
     "second of each": ("second", second_of_each),
-    "second backward": ("second", second_backward),
     "grad": ("first", lambda m: grad(m.number, places(m))(*m.leaves)),
     "vjp": ("first", lambda m: vjp(m.number, *m.leaves)[1](torch.ones_like(m.leaves[0]).sum() / m.leaves[0].numel())),
     "jvp": ("slope", lambda m: [jvp(m.number, m.leaves, m.directions)[1]]),
@@ -285,13 +266,13 @@ def test_coefficients(name):
     assert torch.autograd.gradgradcheck(run, leaves)
 
 
-def trained(made: Member, tensors: dict[str, Tensor]) -> Iterator[Tensor]:
-    """Yield the outputs of a call, and the gradients of some of its tensors."""
+def trained(made: Member, tensors: dict[str, Tensor]) -> list[tuple]:
+    """Return the shapes and dtypes of the outputs of a call, and of the gradients of some of its tensors."""
     tensors = {key: x.requires_grad_(key in made.chosen) for key, x in tensors.items()}
     outputs = made.call(**tensors)
-    yield from outputs
     used = [x for x in outputs if x.is_floating_point() and x.requires_grad]
-    yield from gradients(sum(x.sum() for x in used), [tensors[key] for key in made.chosen])
+    found = gradients(sum(x.sum() for x in used), [tensors[key] for key in made.chosen])
+    return [(x.shape, x.dtype) for x in (*outputs, *found)]
 
 
 @EACH
@@ -302,13 +283,13 @@ def test_without_values(operator, data):
     dtype = data.draw(st.sampled_from([torch.float64, torch.float32]))
     case = data.draw(random_cases(operator))
     made = member(replace(case, seed=2 * (case.seed or 0) + 1), dtype=dtype)  # has `max_seqlen`
-    expected = [(x.shape, x.dtype) for x in trained(made, {key: x.detach() for key, x in made.tensors.items()})]
     mode = FakeTensorMode()
-    fakes = {key: mode.from_tensor(x.detach()) for key, x in made.tensors.items()}
+    kinds = [lambda x: x, mode.from_tensor, lambda x: x.to("meta")]
+    plain, fakes, metas = ({key: made_of(x.detach()) for key, x in made.tensors.items()} for made_of in kinds)
+    expected = trained(made, plain)
     with mode:
-        assert [(x.shape, x.dtype) for x in trained(made, fakes)] == expected
-    metas = {key: x.detach().to("meta") for key, x in made.tensors.items()}
-    assert [(x.shape, x.dtype) for x in trained(made, metas)] == expected
+        assert trained(made, fakes) == expected
+    assert trained(made, metas) == expected
 
 
 def other(name: str, x: Tensor) -> Tensor:

@@ -112,7 +112,6 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     }.items()),
     # Varlen sequences.
     ("damped_ema", bounds_of(1, 4, 6), "must increase from 0 to 6"),
-    ("damped_ema", bounds_of(0, 4, 5), "must increase from 0 to 6"),
     ("damped_ema", bounds_of(0, 4, 7), "must increase from 0 to 6"),
     ("damped_ema", bounds_of(0, 8, 6), "must increase from 0 to 6"),
     ("damped_ema", bounds_of(0, 4, 6, max_seqlen=3), "max_seqlen is 3, but a sequence has length 4"),
@@ -136,7 +135,6 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     # Luna attention.
     ("luna_pack", {"pack_query": lambda x: x[0]}, "batch, length, heads, head size"),
     ("luna_pack", {"value": lambda x: x[:, :2]}, "must agree"),
-    ("luna_pack", {"pack_query": lambda x: x[:, :, :2]}, "must agree"),
     ("luna_pack", {"pack_query": lambda x: x[:1]}, "batch size"),
     ("luna_pack", {"key": lambda x: x.float()}, "dtypes differ"),
     ("luna_pack", {"dropout": 1.0}, "dropout must be in"),
@@ -144,7 +142,6 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("luna_causal_attention", {"query": lambda x: x[0]}, r"\[batch, length, heads, size\].*got \[9, 3, 5\]"),
     ("luna_causal_attention", dict.fromkeys(TOKENS, lambda x: x[:, :0]), "length 1 or more"),
     ("luna_causal_attention", {"query": lambda x: x[..., :4]}, r"query \[2, 9, 3, 4\].*must have the same shape"),
-    ("luna_causal_attention", {"key": lambda x: x[:, :8]}, "must have the same shape"),
     ("luna_causal_attention", {"value": lambda x: x[:, :8]}, r"value \[2, 8, 3, 6\] must match it except in the last"),
     ("luna_causal_attention", {"pack_query": lambda x: x[:1]}, r"pack_query \[2, rows, 3, 5\].*got \[1, 4, 3, 5\]"),
     ("luna_causal_attention", {"pack_query": lambda x: x[:, :0]}, "1 row or more"),
@@ -155,7 +152,6 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("luna_causal_attention", {"dropout": 1.0}, "dropout must be in .*got 1.0"),
     ("luna_causal_attention", {"state": causal_state(key_mean=(2, 3, 5, 3))},
      r"'key_mean': \[2, 3, 5, 3\].*need.*\[2, 3, 5, 4\]"),
-    ("luna_causal_attention", {"state": causal_state(count=(3,))}, "does not fit these inputs"),
     ("luna_causal_attention", {"state": causal_state(dtype=torch.float16)}, "float32 or float64.*torch.float16"),
     ("luna_causal_attention", {"state": causal_state(integer=FLOAT)}, "int64 count"),
     ("luna_causal_attention_step", {"query": lambda x: x[:, None].expand(2, 9, 3, 5)},
@@ -166,7 +162,6 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     # Averages.
     ("damped_ema", {"x": lambda x: x[..., :3]}, "5 rows of parameters fit neither 3 channels"),
     ("damped_ema", {"expansion": lambda x: x[:, :2]}, "one shape"),
-    ("damped_ema", {"projection": lambda x: x[:, :, None]}, "one shape"),
     ("damped_ema", {"shift": True}, "two directions"),
     ("damped_ema", {"truncation": 4, "initial_state": random(2, 5, 3)}, "truncation=4 needs a TruncatedEmaSt"),
     ("damped_ema", {"truncation": 4, "initial_state": truncated(3)}, r"inputs \[2, 4, 5\], got \[2, 3, 5\]"),
@@ -210,7 +205,6 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("timestep_norm", {"weight": random(11)}, "weight of shape .12."),
     ("timestep_norm", {"bias": random(12, 1)}, "bias of shape .12."),
     ("timestep_norm", {"initial_state": norm_state(batch=1)}, r"mean and variance \[\[2\], \[2, 3\], \[2, 3\]\]"),
-    ("timestep_norm", {"initial_state": norm_state(groups=4)}, "mean and variance"),
     ("timestep_norm", {"initial_state": norm_state(dtype=torch.float16)}, "float32 or float64"),
     ("timestep_norm", {"initial_state": norm_state(count=FLOAT)}, "integer count"),
     ("timestep_norm_step", {"x": random(2, 6, 12)}, r"x \[batch, features\]"),
@@ -218,7 +212,6 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     # Gated attention.
     ("gated_attention", {"query": lambda x: x[0]}, r"\[batch, length, size\]"),
     ("gated_attention", {"query": lambda x: x[:, :, :2]}, "must agree in batch and size"),
-    ("gated_attention", {"value": lambda x: x[:, :2]}, "must agree in batch and size"),
     ("gated_attention", {"key": lambda x: x.float()}, "torch.float64, key torch.float32"),
     ("gated_attention", {"bias": lambda x: x[None]}, r"shape \[2 M - 1\]"),
     ("gated_attention", {"bias": lambda x: x[1:]}, r"shape \[2 M - 1\], got torch.float64 \[16\]"),

@@ -1,6 +1,5 @@
 """FLOPs that `FlopCounterMode` counts for every operator, on every backend: the table of `kernels/_flops.py`."""
 
-import math
 from functools import partial
 from importlib import import_module
 
@@ -56,7 +55,6 @@ def flops_of(operator: str, s: Sizes, directions: int = 1, chunk: int | None = N
 CALLS = [(name, {}) for name in OPERATORS if "other keys" not in name and "_step" not in name]
 CALLS += [(name, {"directions": 2}) for name in ("damped_ema", "diagonal_ssm", "diagonal_ssm real")]
 CALLS += [("gated_attention", {"chunk": chunk}) for chunk in (8, 64)]
-STEPS = ["luna_causal_attention", "damped_ema", "complex_ema"]  # operators on Triton
 LENGTHS = 20, 700  # with an FFT, and with chunks of which the last one is short
 
 
@@ -74,27 +72,6 @@ def test_operators(backend, device, operator, options, length, monkeypatch):
     leaves = {key: x.float().to(device).requires_grad_() for key, x in call.leaves.items()}
     forward, recomputed = flops_of(operator, sizes, **options)
     assert count(lambda: call.run(**leaves, backend=backend)) == (forward, 2 * forward + recomputed)
-    if backend == "triton" and operator in STEPS and not options:
-        step = OPERATORS[f"{operator}_step"].make(sizes)
-        with torch.no_grad():
-            leaves = {key: x.float().to(device) for key, x in step.leaves.items()}
-            found, _ = count(lambda: step.run(**leaves, backend=backend))
-        assert found * length == forward
-
-
-def test_luna_attention_counts_as_sdpa():
-    shapes, sizes = [(2, 3, length, 8) for length in (20, 5, 5)], Sizes(2, 20, 3, 8, 5)
-    forward, recomputed = flops_of("luna_unpack", sizes)
-    assert flop_counter.sdpa_flop_count(*shapes) == forward
-    assert flop_counter.sdpa_backward_flop_count(shapes[0], *shapes) == 2 * forward + recomputed
-
-
-def test_stored_scores_are_not_recomputed(monkeypatch):
-    monkeypatch.setattr(torch_backend, "KEPT", math.inf)
-    call, sizes = OPERATORS["gated_attention"], Sizes(2, 20, size=8, width=24)
-    leaves = {key: x.float().requires_grad_() for key, x in call.make(sizes).leaves.items()}
-    forward, _ = flops_of("gated_attention", sizes)
-    assert count(lambda: call.make(sizes).run(**leaves, backend="torch")) == (forward, 2 * forward)
 
 
 def test_varlen_calls_count_their_tokens(triton_device):

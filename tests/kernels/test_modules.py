@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def segments(layer, x):
 
 
 def test_segments_and_steps_are_one_call(layer, x):
-    """Outputs, states and gradients of all parameters are equal."""
+    """Outputs, states and gradients of all parameters are equal, also outputs of copies."""
     layer, x = layer.double(), x.double()
     results = []
     for run in (lambda *_: layer(x, return_state=True), segments, steps):
@@ -78,7 +79,8 @@ def test_segments_and_steps_are_one_call(layer, x):
     assert_same(results[1], results[0], 1e-11)
     assert_same(results[2], results[0], 1e-11)
     with torch.no_grad():
-        assert_same(steps(layer, x), results[0][:2])
+        for copied in (layer, copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert_same(steps(copied, x), results[0][:2])
 
 
 def steps(layer, x, coefficients=None):
@@ -132,12 +134,8 @@ def test_given_coefficients(layer, x, backend):
                 [weight.mul_(0.5) for name, weight in layer.named_parameters() if name != "skip"]
         assert_same(steps(layer, x, made), expected, 1e-5)
         wrong = type(layer)(D, N + 1, **({"init": "real"} if getattr(layer, "frequency", 1) is None else {}))
-        for given in (
-            wrong.step_coefficients(),
-            made[:2],
-            [of[:1] for of in made],
-            layer.step_coefficients(torch.float64),
-        ):
+        others = wrong.step_coefficients(), made[:2], [of[:1] for of in made], layer.step_coefficients(torch.float64)
+        for given in others:
             with pytest.raises(ValueError, match=r"needs three `coefficients` of torch.float32 \[6, 4"):
                 layer.step(x[:, 0], expected[1], coefficients=given)
         with pytest.raises(ValueError, match="needs three `coefficients` of torch.float64"):

@@ -27,19 +27,12 @@ NAMES = ("y", "state", *(f"gradient of {x}" for x in ("x", "log |q|", "angle", "
 BOUND = 5e-7
 
 
-def results(function, tensors, seeds):
-    """Return the outputs of a function and the gradients of its tensors; outputs, tensors and seeds may be None."""
+def results(average, tensors, seed):
+    """Return the output, the state and the gradients of all tensors; tensors may be None."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in tensors]
-    outputs = function(*leaves)
-    pairs = [(y, seed) for y, seed in zip(outputs, seeds, strict=True) if y is not None and seed is not None]
-    used, seeds = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(used, [x for x in leaves if x is not None], seeds, materialize_grads=True))
-    outputs = (None if y is None else y.detach() for y in outputs)
-    return [*outputs, *(None if x is None else next(found) for x in leaves)]
-
-
-def double(tensors):
-    return [None if x is None else x.double() for x in tensors]
+    y, state = average(leaves[0], Coefficients(*leaves[1:]))
+    found = iter(torch.autograd.grad(y, [x for x in leaves if x is not None], seed))
+    return [y.detach(), state, *(None if x is None else next(found) for x in leaves)]
 
 
 SYSTEMS = ["real", "real, two directions", "complex", "complex, small angles"]
@@ -58,13 +51,8 @@ def test_errors_do_not_grow_with_the_length(kind, length, slowest):
     turn = (1e-3 if "small" in kind else 1.0) * torch.rand(shape, dtype=torch.float64) if turning else None
     x, seed = torch.randn(2, 1, length, channels)
     tensors = [x, log_decay, turn, torch.rand(shape), torch.randn(*shape, *([2] if turning else []))]
-    actual, exact = (
-        results(lambda x, *of, average=average: average(x, Coefficients(*of)), given, (y, None))
-        for average, given, y in (
-            (native.average, tensors, seed),
-            (torch_backend.average, double(tensors), seed.double()),
-        )
-    )
+    actual = results(native.average, tensors, seed)
+    exact = results(torch_backend.average, [None if x is None else x.double() for x in tensors], seed.double())
     for name, found, right in zip(NAMES, actual, exact, strict=False):
         if right is not None:
             assert (found - right).abs().max() <= BOUND * right.abs().max(), name
@@ -76,12 +64,12 @@ def test_errors_do_not_grow_with_the_length(kind, length, slowest):
 def test_a_missing_value_changes_later_positions_of_its_channel(value, both, turning):
     rows, place, channel = 17 * (1 + both), 40, 3
     of = -torch.rand(rows, 3), torch.rand(rows, 3).double() if turning else None
-    of = Coefficients(*of, torch.randn(rows, 3), torch.randn(rows, 3, *([2] if turning else [])))
+    of = *of, torch.randn(rows, 3), torch.randn(rows, 3, *([2] if turning else []))
     x, seed = torch.randn(2, 2, 130, 17)
     found = []
     for content in (0.0, value):
         x[1, place, channel] = content
-        found.append(results(lambda x, *of: native.average(x, Coefficients(*of)), [x, *of], (seed, None)))
+        found.append(results(native.average, [x, *of], seed))
     (y, _, grad_x, *grads), (other, _, other_x, *others) = found
     changed = torch.zeros_like(x, dtype=torch.bool)
     changed[1, slice(None) if both else slice(place, None), channel] = True
@@ -98,8 +86,7 @@ def test_numbers_below_the_normal_range_count_as_0():
     x, decay = torch.zeros(1, 3000, 17), torch.full((17, 2), -0.1)
     x[:, 0] = 1.0
     tensors = [x, decay, None, torch.ones(17, 2), torch.ones(17, 2)]
-    seeds = x.flip(1), None
-    for y in results(lambda x, *of: native.average(x, Coefficients(*of)), tensors, seeds):
+    for y in results(native.average, tensors, x.flip(1)):
         assert y is None or not ((y != 0.0) & (y.abs() < torch.finfo(torch.float32).tiny)).any()
     assert torch.tensor([2e-40]) * 0.5 > 0.0
 
@@ -124,23 +111,16 @@ def run_call(inputs: Inputs) -> list[torch.Tensor]:
     return contract.results(inputs, partial(inputs.run, "native"), inputs.given(torch.float32))
 
 
-def test_results_do_not_depend_on_the_number_of_threads(threads):
-    for inputs in random_calls():
-        found = []
-        for count in (1, 2, 5):
-            threads(count)
-            found.append(run_call(inputs))
-        assert all(map(torch.equal, found[1], found[0])) and all(map(torch.equal, found[2], found[0]))
-
-
-def test_threads_of_python(threads):
-    """Four threads at once, each of which starts another one, have the results of one thread."""
-    calls = random_calls()
-    expected = [run_call(inputs) for inputs in calls]
-    threads(2)
+def test_results_do_not_depend_on_threads(threads):
+    """Several threads, and four threads of Python at once that start another one each, have the results of one."""
+    calls, found = random_calls(), []
+    for count in (1, 5, 2):
+        threads(count)
+        found.append([run_call(inputs) for inputs in calls])
     with ThreadPoolExecutor(4) as pool:
-        for actual, right in zip(pool.map(run_call, calls), expected, strict=True):
-            assert all(map(torch.equal, actual, right))
+        found.append(list(pool.map(run_call, calls)))
+    for expected, *others in zip(*found, strict=True):
+        assert all(torch.equal(x, y) for other in others for x, y in zip(other, expected, strict=True))
 
 
 def small_call():

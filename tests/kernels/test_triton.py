@@ -1,6 +1,7 @@
 """Triton kernels, interpreted without a GPU: every operator and layout, and what depends on how they are launched."""
 
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 
 import pytest
@@ -70,79 +71,69 @@ def test_random_calls(operator, triton_device, data):
     check(data.draw(possible), "triton", triton_device)
 
 
-LUNA, SEGMENT = {"layout": "mask", "dtype": FLOAT32}, "luna_causal_attention.triton_forward.MIN_SEGMENT"
-CAUSAL = LUNA | {"operator": "luna_causal_attention", "blocks": "default", "stateful": True}
-SCORES = {"gated_attention.triton_backward.SCORES": 80_000}
-ONE_CHUNK = {"moving_average.triton_plan.SHORTEST_CHUNK": 1 << 20}
+SEGMENT, SCORES = "luna_causal_attention.triton_forward.MIN_SEGMENT", "gated_attention.triton_backward.SCORES"
+TWO_KERNELS = dict.fromkeys(("gated_attention.triton_products.LONG", "gated_attention.triton_products.WIDE"), 60)
+MASKED = partial(Case, layout="mask", dtype=FLOAT32)
+CAUSAL = partial(MASKED, "luna_causal_attention", blocks="default", stateful=True)
+FEW, WITH_STATE = Sizes(2, 11, channels=5, states=3), partial(Case, dtype=FLOAT32, stateful=True)
+EMAS = "damped_ema", "complex_ema"
 # Case, sizes of blocks. Lengths and sizes are those at which kernels are launched in another way.
 LAUNCHES = {
-    **{f"luna: {queries} rows, {keys} tokens, {dtype}": (
-        Case(op, sizes=Sizes(2, keys, 2, 10, queries), layout=LUNA["layout"], dtype=dtype), {})
-        for op, queries, keys in (("luna_pack", 16, 63), ("luna_pack", 1, 1), ("luna_pack", 65, 17))
+    **{f"luna: {rows} rows, {keys} tokens, {dtype}": (MASKED(op, sizes=Sizes(2, keys, 2, 10, rows), dtype=dtype), {})
+        for op, rows, keys in (("luna_pack", 16, 63), ("luna_pack", 1, 1), ("luna_pack", 65, 17))
         for dtype in (FLOAT32, FLOAT16)},
-    "luna: splits of packing": (Case(**LUNA, operator="luna_pack", sizes=Sizes(2, 500, 1, 10, 5)), {}),
-    "luna: splits of unpacking": (
-        Case("luna_unpack", {"tied": True}, Sizes(2, 500, 1, 10, 5), dtype=FLOAT16), {}),
-    "luna: large scores": (Case(**LUNA, operator="luna_pack", sizes=Sizes(2, 200, 2, 10, 5), scale=128.0), {}),
+    "luna: splits of packing": (MASKED("luna_pack", sizes=Sizes(2, 500, 1, 10, 5)), {}),
+    "luna: splits of unpacking": (Case("luna_unpack", {"tied": True}, Sizes(2, 500, 1, 10, 5), dtype=FLOAT16), {}),
+    "luna: large scores": (MASKED("luna_pack", sizes=Sizes(2, 200, 2, 10, 5), scale=128.0), {}),
     **{f"luna: heads of {size}": (Case("luna_unpack", {"tied": size == 64}, Sizes(1, 20, 2, size, 40), dtype=dtype), {})
         for size, dtype in ((1, FLOAT32), (16, BFLOAT16), (64, FLOAT16), (80, FLOAT32), (128, BFLOAT16))},
-    "causal: segments": (Case(**CAUSAL, sizes=Sizes(2, 140, 1, 5, 16)), {SEGMENT: 64}),
-    "causal: segments in bfloat16": (
-        Case(**CAUSAL | {"dtype": BFLOAT16}, sizes=Sizes(2, 200, 1, 5, 16)), {SEGMENT: 64}),
-    "causal: segments of scans": (Case(**CAUSAL | {"dtype": FLOAT16}, sizes=Sizes(2, 140, 1, 5, 70)), {SEGMENT: 64}),
-    "causal: one segment of several chunks": (Case(**CAUSAL, sizes=Sizes(2, 130, 1, 5, 4)), {SEGMENT: 1 << 20}),
-    "causal: one segment in two scans": (
-        Case(**CAUSAL | {"dtype": BFLOAT16}, sizes=Sizes(2, 130, 1, 5, 70)), {SEGMENT: 1 << 20}),
-    "causal: heads of 128, 64 rows": (Case(**CAUSAL, sizes=Sizes(2, 33, 1, 128, 64), pack_masked=True), {}),
-    "causal: heads of 128, 256 rows": (
-        Case(**CAUSAL | {"dtype": BFLOAT16}, sizes=Sizes(2, 33, 1, 128, 256), pack_masked=True), {}),
+    "causal: segments": (CAUSAL(sizes=Sizes(2, 140, 1, 5, 16)), {SEGMENT: 64}),
+    "causal: segments in bfloat16": (CAUSAL(dtype=BFLOAT16, sizes=Sizes(2, 200, 1, 5, 16)), {SEGMENT: 64}),
+    "causal: segments of scans": (CAUSAL(dtype=FLOAT16, sizes=Sizes(2, 140, 1, 5, 70)), {SEGMENT: 64}),
+    "causal: one segment of several chunks": (CAUSAL(sizes=Sizes(2, 130, 1, 5, 4)), {SEGMENT: 1 << 20}),
+    "causal: one segment in two scans": (CAUSAL(dtype=BFLOAT16, sizes=Sizes(2, 130, 1, 5, 70)), {SEGMENT: 1 << 20}),
+    **{f"causal: heads of 128, {rows} rows": (
+        CAUSAL(dtype=dtype, sizes=Sizes(2, 33, 1, 128, rows), pack_masked=True), {})
+        for rows, dtype in ((64, FLOAT32), (256, BFLOAT16))},
     **{f"causal: sm_80, {rows} rows": (
-        Case(**CAUSAL | {"dtype": FLOAT16}, sizes=Sizes(2, 90, 1, 48, rows)),
+        CAUSAL(dtype=FLOAT16, sizes=Sizes(2, 90, 1, 48, rows)),
         {"common.triton_launch._target": triton_launch.Target((8, 0), 108)})
         for rows in (16, 48, 70)},
     "damped_ema: truncation of the length": (Case("damped_ema", {"truncation": 6}, Sizes(2, 6), dtype=FLOAT32), {}),
-    **{f"{op}: slow decays": (
-        Case(op, sizes=Sizes(1, length, channels=3, states=4), dtype=FLOAT32, stateful=True, decays="slow"), {})
-        for op, length in (("damped_ema", 500), ("complex_ema", 200))},  # rounded phases rotate states that persist
+    **{f"{op}: slow decays": (WITH_STATE(op, sizes=Sizes(1, 500, channels=3, states=4), decays="slow"), {})
+        for op in EMAS},
     **{f"{op}: one chunk, skip {skip}": (
-        Case(op, sizes=Sizes(2, 11, channels=5, states=3), layout="mask", dtype=FLOAT32, stateful=True,
-             omitted=() if skip else ("skip",)), ONE_CHUNK)
-        for op in ("damped_ema", "complex_ema", "diagonal_ssm real") for skip in (True, False)},
-    **{f"{op}: default configuration": (
-        Case(op, sizes=Sizes(2, 11, channels=5, states=3), layout="mask", dtype=FLOAT32, blocks="default"), {})
+        MASKED(op, sizes=FEW, stateful=True, omitted=() if skip else ("skip",)),
+        {"moving_average.triton_plan.SHORTEST_CHUNK": 1 << 20})
+        for op in (*EMAS, "diagonal_ssm real") for skip in (True, False)},
+    **{f"{op}: default configuration": (MASKED(op, sizes=FEW, blocks="default"), {})
         for op in ("complex_ema", "diagonal_ssm")},
     **{f"{op}: {channels} channels, {states} states": (
-        Case(op, sizes=Sizes(1, 10, channels=channels, states=states), dtype=FLOAT32, stateful=True), {})
-        for op, channels, states in (
-            ("damped_ema", 37, 9), ("damped_ema", 10, 40), ("complex_ema", 37, 9), ("complex_ema", 10, 32))},
-    **{f"{op}: extreme decays": (
-        Case(op, sizes=Sizes(2, 10, channels=5, states=9), dtype=FLOAT32, stateful=True, decays="extreme"), {})
-        for op in ("damped_ema", "complex_ema", "diagonal_ssm")},
+        WITH_STATE(op, sizes=Sizes(1, 10, channels=channels, states=states)), {})
+        for op, channels, states in ((EMAS[0], 37, 9), (EMAS[0], 10, 40), (EMAS[1], 37, 9), (EMAS[1], 10, 32))},
+    **{f"{op}: extreme decays": (WITH_STATE(op, sizes=Sizes(2, 10, channels=5, states=9), decays="extreme"), {})
+        for op in (*EMAS, "diagonal_ssm")},
     **{f"{op}: result {read} is used": (
-        Case(op, sizes=Sizes(2, 10, channels=5, states=3), layout="mask", dtype=FLOAT32, stateful=True, seed=read), {})
-        for op in ("damped_ema", "complex_ema") for read in (0, 1)},
-    "norm: 70 groups": (Case("timestep_norm_step", sizes=Sizes(4, 1, channels=140, groups=70), layout="mask",
-                             dtype=FLOAT32, stateful=True), {}),
+        MASKED(op, sizes=Sizes(2, 10, channels=5, states=3), stateful=True, seed=read), {})
+        for op in EMAS for read in (0, 1)},
+    "norm: 70 groups": (MASKED("timestep_norm_step", sizes=Sizes(4, 1, channels=140, groups=70), stateful=True), {}),
     **{f"norm: {groups} groups of {width}": (
-        Case("timestep_norm", sizes=Sizes(2, length, channels=groups * width, groups=groups), layout="mask",
-             dtype=FLOAT32, stateful=True), {})
+        MASKED("timestep_norm", sizes=Sizes(2, length, channels=groups * width, groups=groups), stateful=True), {})
         for length, groups, width in ((1, 1, 1), (3, 5, 1), (7, 1, 48), (13, 3, 7), (19, 2, 16))},
-    **{f"gated: blocks of {function}, chunk {chunk}": (
-        Case("gated_attention", {"function": function, "chunk": chunk, "causal": causal},
-             Sizes(batch, length, size=20, width=70), "mask", dtype=FLOAT32, blocks="default"), SCORES)
-        for function, causal, batch, length, chunk in (
-            ("softmax", False, 1, 300, None), ("laplace", True, 1, 500, None), ("softmax", True, 2, 300, 140),
-            ("relu2", False, 2, 300, 140))},
+    **{f"gated: {name} {function}, chunk {chunk}": (
+        MASKED("gated_attention", {"function": function, "chunk": chunk, "causal": causal},
+               Sizes(batch, length, size=20, width=70), dtype=dtype, blocks="default"), {SCORES: 80_000} | more)
+        for name, dtype, more, function, causal, batch, length, chunk in (
+            ("blocks of", FLOAT32, {}, "softmax", False, 1, 300, None),
+            ("blocks of", FLOAT32, {}, "laplace", True, 1, 500, None),
+            ("blocks of", FLOAT32, {}, "softmax", True, 2, 300, 140),
+            ("blocks of", FLOAT32, {}, "relu2", False, 2, 300, 140),
+            ("two kernels for", BFLOAT16, TWO_KERNELS, "laplace", True, 1, 300, None),
+            ("two kernels for", BFLOAT16, TWO_KERNELS, "relu2", False, 2, 200, 140))},
     **{f"gated: scores of {scale}": (
         Case("gated_attention", {"function": "laplace", "causal": True}, Sizes(1, 500, size=20, width=37),
              dtype=FLOAT16, scale=scale), {})
         for scale in (2.0**-6, 2.0**5)},
-    **{f"gated: two kernels for {function}": (
-        Case("gated_attention", {"function": function, "chunk": chunk, "causal": causal},
-             Sizes(batch, length, size=20, width=70), "mask", dtype=BFLOAT16, blocks="default"),
-        SCORES | dict.fromkeys(("gated_attention.triton_products.LONG", "gated_attention.triton_products.WIDE"), 60))
-        for function, causal, batch, length, chunk in (
-            ("laplace", True, 1, 300, None), ("relu2", False, 2, 200, 140))},
 }  # fmt: skip
 
 
