@@ -6,14 +6,12 @@ steps of a decoder equal the entire sequence before and after training.
 
 import copy
 import functools
-import pickle
 from itertools import product
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
-    AutoTokenizer,
     BertTokenizer,
     DataCollatorForLanguageModeling,
     DataCollatorForMultipleChoice,
@@ -27,7 +25,6 @@ from transformers import (
     TrainingArguments,
 )
 
-import luna_mega
 from luna_mega._register import auto_classes
 from luna_mega.modeling_common.configuration import CODE_FOLDER
 from tests.hub.client import Client, check_outputs, lists, outputs
@@ -44,59 +41,40 @@ def bert():
     return BertTokenizer(vocab={word: index for index, word in enumerate(words)})
 
 
-def fast(words, **special):
-    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=special["unk"]))
+def fast(*words, bos, eos, unk, **special):
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=unk))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    end = special["eos"]
-    ids = [(token, words.index(token)) for token in {special["bos"], end}]
-    backend.post_processor = processors.TemplateProcessing(single=f"{special['bos']} $A {end}", special_tokens=ids)
-    names = {f"{name}_token": token for name, token in special.items()}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    ids = [(token, words.index(token)) for token in {bos, eos}]
+    backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A {eos}", special_tokens=ids)
+    names = {"bos_token": bos, "eos_token": eos, "unk_token": unk, "mask_token": "<mask>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names, **special)
 
 
 def roberta():
     words = ["<s>", "<pad>", "</s>", "<unk>", *WORDS, "<mask>"]
-    return fast(words, bos="<s>", eos="</s>", pad="<pad>", unk="<unk>", mask="<mask>")
+    return fast(*words, bos="<s>", eos="</s>", unk="<unk>", pad_token="<pad>")
 
 
-def without_padding():
+def gpt2(**special):
     """Return a tokenizer as GPT-2's: the last id begins and ends texts, and none is padding."""
     end = "<|endoftext|>"
-    return fast(["<mask>", *WORDS, end], bos=end, eos=end, unk=end, mask="<mask>")
+    return fast("<mask>", *WORDS, end, bos=end, eos=end, unk=end, **special)
 
 
-def pads_with_end():
-    tokenizer = without_padding()
-    tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def of_a_dictionary():
-    """Return a tokenizer of fairseq: its dictionary lacks some words, and a token was added."""
-    words = ["<s>", "<pad>", "</s>", "<unk>", *WORDS]
-    backend = Tokenizer(
-        models.WordLevel({word: at for at, word in enumerate([*words, "no", "nor"])}, unk_token="<unk>")
-    )
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    return luna_mega.LunaTokenizer(tokenizer_object=backend, dictionary_size=len(words), mask_token="<mask>", **special)
-
-
-TOKENIZERS = {"0": bert, "1": roberta, "end": pads_with_end, "added": without_padding}
+TOKENIZERS = {"0": bert, "1": roberta, "end": lambda: gpt2(pad_token="<|endoftext|>"), "added": gpt2}
 CLASSES = [name for name in contract.CLASSES if not name.endswith("Model")]
 FAST, PAIRS = diagonal(CLASSES, TOKENIZERS), [*product(CLASSES, TOKENIZERS)]
 
 
 def collator_of(head, model, tokenizer):
     """Return the collator that a user of the class chooses; None = Trainer's default."""
-    return {
-        "MaskedLM": lambda: DataCollatorForLanguageModeling(tokenizer),
-        "CausalLM": lambda: DataCollatorForLanguageModeling(tokenizer, mlm=False),
-        "ConditionalGeneration": lambda: DataCollatorForSeq2Seq(tokenizer, model=model),
-        "TokenClassification": lambda: DataCollatorForTokenClassification(tokenizer),
-        "MultipleChoice": lambda: DataCollatorForMultipleChoice(tokenizer),
-        "SequenceClassification": lambda: DataCollatorWithPadding(tokenizer),
-    }.get(head, lambda: None)()
+    if head.endswith(("MaskedLM", "CausalLM")):
+        return DataCollatorForLanguageModeling(tokenizer, mlm=head == "MaskedLM")
+    if head == "ConditionalGeneration":
+        return DataCollatorForSeq2Seq(tokenizer, model=model)
+    kinds = {"TokenClassification": DataCollatorForTokenClassification}
+    kinds |= {"MultipleChoice": DataCollatorForMultipleChoice, "SequenceClassification": DataCollatorWithPadding}
+    return kinds[head](tokenizer) if head in kinds else None
 
 
 def examples(head, tokenizer):
@@ -119,26 +97,6 @@ def examples(head, tokenizer):
             row["labels"] = index % 2
         rows.append(row)
     return rows
-
-
-def test_tokens_and_ids(tmp_path):
-    """Tokens and ids are inverse to each other, also of added tokens and in a saved folder; other words are unknown."""
-    tokenizer = of_a_dictionary()
-    tokenizer.add_tokens(["new"])
-    tokenizer.save_pretrained(tmp_path)
-    for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
-        ids = [*range(len(each))]
-        tokens = each.convert_ids_to_tokens(ids)
-        assert each.convert_tokens_to_ids(tokens) == ids and each.get_vocab() == dict(zip(tokens, ids, strict=True))
-        assert [each.convert_ids_to_tokens(i) for i in ids] == tokens and set(each.added_tokens_decoder) <= set(ids)
-        assert {token.content for token in each.added_tokens_decoder.values()} >= {"new", each.mask_token}
-        found = each("w1 new no w2", add_special_tokens=False)["input_ids"]
-        assert found == each.convert_tokens_to_ids(["w1", "new", each.unk_token, "w2"])
-        assert each.decode(found) == f"w1 new {each.unk_token} w2"
-        kept = each.convert_ids_to_tokens([*found, each.mask_token_id], skip_special_tokens=True)
-        assert kept == ["w1", "new", "w2"] and each.decode(found[0]).strip() == "w1"
-    with pytest.raises(ValueError, match="the folder has no tokenizer"):
-        luna_mega.LunaTokenizer()
 
 
 def check_steps(model):
