@@ -271,7 +271,7 @@ METHODS = {
         EVERY, f'"{name}"` is not supported: \\w+ has its own kernels; omit .* or pass .eager',
         lambda m, name=name: m.set_attn_implementation(name))
        for name in ("flash_attention_2", "kernels-community/flash-attn3", "fastest")},
-    "tokens before the bands": (["mega decoder"], "vocabulary of this model has 30 tokens", lambda m: m(IDS - 3), BANDS),
+    "tokens before the bands": (["mega decoder"], "of this model has 30 tokens", lambda m: m(IDS - 3), BANDS),
 }  # fmt: skip
 ROWS = {f"{group}: {name}": row for group, rows in (
     ("inputs", INPUTS), ("padding-free", PADDING_FREE), ("labels", LABELS), ("translation", TRANSLATION),
