@@ -88,12 +88,10 @@ def test_errors_of_static_caches():
     model, (ids, mask) = make_plain("mega"), padded([5, 5], 5, "right")
     with pytest.raises(ValueError, match="an empty cache cannot be static"):
         luna_mega.MegaCache(model.config).make_static(9)
-    for length in (0, "9", 9.0):
-        with pytest.raises(ValueError, match=f"max_length must be an integer of at least 1, got {length!r}"):
-            static_cache(model, ids, mask, length)
-    for length in (None, 4):
-        with pytest.raises(ValueError, match="requires max_length of at least the 5 positions so far"):
-            static_cache(model, ids, mask, length)
+    with pytest.raises(ValueError, match="max_length must be an integer of at least 1, got 9.0"):
+        static_cache(model, ids, mask, 9.0)
+    with pytest.raises(ValueError, match="requires max_length of at least the 5 positions so far"):
+        static_cache(model, ids, mask, 4)
     assert static_cache(model, ids[:, :1], mask[:, :1], 1).is_static
     cache = static_cache(model, ids, mask, 6)
     with pytest.raises(ValueError, match="supports one position per call"):

@@ -210,7 +210,6 @@ DEEP = {  # and the layers that are kept
     "decoder": (lambda: make(num_hidden_layers=4), [1, 1, 0, 3, 2]),
     "encoder": (lambda: luna.make("ForMaskedLM", **OWN_ROWS).double(), [2, 0, 3, 1]),
     "model": (lambda: luna.make("Model", **OWN_ROWS).double(), [0, 3]),
-    "Mega": (lambda: decoders.make_plain("mega", num_hidden_layers=4), [0, 3]),
     "Megalodon": (lambda: decoders.make_plain("megalodon", num_hidden_layers=4), [1, 1, 0, 3, 2]),
 }
 
@@ -252,13 +251,3 @@ def test_chosen_layers(name, tmp_path):
         torch.testing.assert_close(outputs(loaded.double().eval()), expected)
     if model.config.is_decoder:
         check_division(model, Division((5, 1, 1, 5), (12, 9)))
-
-
-def test_gradients_of_rows_of_p():
-    """Only the used rows of P get gradients, and none is used if P is passed in."""
-    model, ids = keep_layers(DEEP["model"][0](), [0, 3]), torch.arange(4, 16)[None]
-    rows = model.embeddings.packed_embeddings
-    model(ids).last_hidden_state.square().sum().backward()
-    assert [bool(row.any()) for row in rows.grad] == [True, False, False, True]
-    rows.data.fill_(torch.nan)
-    assert model(ids, packed_states=torch.randn(1, 6, 24).double()).last_hidden_state.isfinite().all()

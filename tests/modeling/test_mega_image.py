@@ -1,4 +1,4 @@
-"""Mega for images: initialization, inputs, interpolation, stochastic depth and export."""
+"""Mega for images: initialization, inputs, interpolation and export."""
 
 from itertools import product
 
@@ -9,9 +9,6 @@ from transformers import AutoModelForImageClassification, ViTConfig
 from transformers.models.vit.modeling_vit import ViTEmbeddings
 
 from luna_mega import MegaConfig, MegaForImageClassification, MegaModel
-from luna_mega.modeling_common.layout import DENSE
-from luna_mega.modeling_common.padding_free import PaddingFreeLayout
-from luna_mega.modeling_mega.modeling_mega import MegaDropPath
 from luna_mega.modeling_mega.patches_mega import interpolate_positions, interpolate_raster_bias
 
 SMALL = {
@@ -111,17 +108,6 @@ def test_image_inputs_need_an_image_model():
         MegaForImageClassification(MegaConfig())
     with pytest.raises(ValueError, match="`pixel_values` require input_type='patches', got 'tokens'"):
         MegaModel(MegaConfig())(pixel_values=torch.zeros(2, 3, 32, 32))
-
-
-def test_stochastic_depth_drops_sequences_and_preserves_the_mean():
-    drop_path = MegaDropPath(0.25)
-    states = torch.ones(4000, 3, 2)
-    dropped = drop_path(states, DENSE)
-    assert dropped.unique().tolist() == pytest.approx([0.0, 4 / 3])
-    assert (dropped == dropped[:, :1, :1]).all() and dropped.mean() == pytest.approx(1.0, abs=0.03)
-    padding_free = drop_path(torch.ones(1, 60, 2), PaddingFreeLayout(torch.tensor([0, 20, 25, 60]), 35))
-    assert all((part == part[0, 0]).all() for part in padding_free[0].split([20, 5, 35]))
-    assert drop_path.eval()(states, DENSE) is states
 
 
 @pytest.mark.slow

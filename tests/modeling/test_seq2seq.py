@@ -89,7 +89,6 @@ def test_auto_classes(family, tmp_path):
     for model, auto, expected in (
         (both, AutoModelForSeq2SeqLM, both),
         (both, AutoModel, both.base_model),
-        (both.base_model, AutoModel, both.base_model),
         (both.get_encoder(), AutoModel, both.get_encoder()),
         (both.get_decoder(), AutoModel, both.get_decoder()),
         (decoder, AutoModelForCausalLM, decoder),

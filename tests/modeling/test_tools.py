@@ -1,53 +1,20 @@
-"""Models with the tools of PyTorch: differentiation in every way, dropouts, fake and meta tensors, operators.
+"""Models with the tools of PyTorch: differentiation in every way, dropouts, and operators.
 
-Construction and forward passes read no values: under `FakeTensorMode`, and on the meta device, then `to_empty`. With
-`attn_implementation="eager"`, every layer computes attention with basic operations of PyTorch.
+With `attn_implementation="eager"`, every layer computes attention with basic operations of PyTorch.
 """
 
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from luna_mega import MegaForImageClassification
 from tests.marks import slow_but
 from tests.modeling import contract, luna, mega
 from tests.modeling.contract import MEMBERS, Batch, Member, collate
 
-IMAGES = {"input_type": "patches", "image_size": 8, "patch_size": 2, "pooling": "mean"}
 SOME = ["luna ForSequenceClassification", "mega batchnorm, norms around", "mega adaptive", "luna: elu, untied"]
-SOME += ["mega: laplace chunks", "megalodon ForSequenceClassification", "megalodon decoder", "mega seq2seq", "images"]
-
-
-def build(name):
-    """Return a model and its inputs."""
-    if name == "images":
-        model = luna.enlarged(MegaForImageClassification, mega.tiny_config(**IMAGES))
-        return model, {"pixel_values": torch.ones(2, 3, 8, 8)}
-    return MEMBERS[name].make(torch.float32), collate(MEMBERS[name], Batch("right", (9, 4)))[0]
-
-
-@pytest.mark.parametrize("name", slow_but(["mega adaptive", "mega: laplace chunks"], SOME))
-def test_a_fake_model(name):
-    """Results of a model that is constructed and trained under `FakeTensorMode` have their shapes and dtypes."""
-    model, inputs = build(name)
-    expected = model(**inputs)
-    with FakeTensorMode() as mode:
-        fake = type(model)(model.config)
-        inputs = {key: mode.from_tensor(value) for key, value in inputs.items()}
-        if name == "mega adaptive":  # the number of tokens of a band depends on their values
-            with pytest.raises(DynamicOutputShapeException):
-                fake(**inputs)
-            return
-        output = fake(**inputs)
-        (output.logits.sum() if output.get("loss") is None else output.loss).backward()
-    assert (output.logits.shape, output.logits.dtype) == (expected.logits.shape, expected.logits.dtype)
-    parameters = dict(model.named_parameters())
-    for key, parameter in fake.named_parameters():
-        assert (parameter.shape, parameter.dtype) == (parameters[key].shape, parameters[key].dtype)
-        assert parameter.grad is None or parameter.grad.shape == parameter.shape
+SOME += ["mega: laplace chunks", "megalodon ForSequenceClassification", "megalodon decoder", "mega seq2seq"]
 
 
 class Operators(TorchDispatchMode):
@@ -62,13 +29,13 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("name", slow_but(["luna ForSequenceClassification", "mega: laplace chunks"], SOME))
 def test_operators(name):
-    model, inputs = build(name)
+    model, (inputs, _) = MEMBERS[name].make(), collate(MEMBERS[name], Batch("right", (9, 4)))
     model.set_attn_implementation("eager")
     with Operators():
         output = model(**inputs)
         (output[0].sum() if output.get("loss") is None else output.loss).backward()
-        if name != "images" and MEMBERS[name].head in contract.DECODERS:
-            contract.check_division(model.double(), contract.Division((3, 1, 1), (5, 3), eager=True))
+        if MEMBERS[name].head in contract.DECODERS:
+            contract.check_division(model, contract.Division((3, 1, 1), (5, 3), eager=True))
 
 
 TANGENT = 1e-6
@@ -89,28 +56,23 @@ def test_every_way_of_differentiation(name):
     model = DIFFERENTIABLE[name].make(num_hidden_layers=1)
     ids, generator = torch.randint(3, 20, (2, 19)), torch.Generator().manual_seed(1)
     options = {"use_cache": False} if model.config.is_decoder else {}
-    values = {name: x.detach() for name, x in model.named_parameters()}
+    values = {name: x.detach().requires_grad_() for name, x in model.named_parameters()}
     direction = {name: torch.randn(x.shape, dtype=x.dtype, generator=generator) / 9 for name, x in values.items()}
 
     def loss(values, ids=ids):
         return functional_call(model, values, (ids,), options).logits.square().mean()
 
     def backward(function, values, **more):
-        leaves = {name: x.detach().requires_grad_() for name, x in values.items()}
-        found = torch.autograd.grad(
-            function(leaves), [*leaves.values()], allow_unused=True, materialize_grads=True, **more
-        )
-        return dict(zip(leaves, found, strict=True))
+        more |= {"allow_unused": True, "materialize_grads": True}
+        found = torch.autograd.grad(function(values), [*values.values()], **more)
+        return dict(zip(values, found, strict=True))
 
     def along(gradients):
         return sum((gradients[name] * x).sum() for name, x in direction.items())
 
     def slope(values):
         """Return the derivative of the loss in the direction, as a function that can be differentiated."""
-        found = torch.autograd.grad(
-            loss(values), [*values.values()], create_graph=True, allow_unused=True, materialize_grads=True
-        )
-        return along(dict(zip(values, found, strict=True)))
+        return along(backward(loss, values, create_graph=True))
 
     first = backward(loss, values)
     above, below = (

@@ -1,11 +1,10 @@
 """Every class with a loss, with Trainer's defaults and the tokenizers of other models.
 
-A model trains for two steps and is saved by Trainer. The folder gives the same logits with and without the package, and
-steps of a decoder equal the entire sequence before and after training.
+A model trains for two steps and is saved by Trainer. The folder gives the same logits, and steps of a decoder equal the
+entire sequence before and after training. `tests/hub` loads folders without the package.
 """
 
 import copy
-import functools
 from itertools import product
 
 import pytest
@@ -25,9 +24,6 @@ from transformers import (
     TrainingArguments,
 )
 
-from luna_mega._register import auto_classes
-from luna_mega.modeling_common.configuration import CODE_FOLDER
-from tests.hub.client import Client, check_outputs, lists, outputs
 from tests.marks import diagonal, slow_but
 from tests.modeling import contract
 
@@ -104,62 +100,34 @@ def check_steps(model):
     contract.check_division(copy.deepcopy(model).double().eval(), contract.Division((1,) * 9, (9, 4)))
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Return a function that trains a pair of `PAIRS` once; it returns the model, its folder and a batch."""
-
-    @functools.cache
-    def train(name, pad):
-        tokenizer, member = TOKENIZERS[pad](), contract.CLASSES[name]
-        model, head = member.make(torch.float32, vocab_size=len(tokenizer)), member.head.removeprefix("For")
-        if pad == "added":
-            tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-            model.resize_token_embeddings(len(tokenizer))
-        if model.config.is_encoder_decoder and pad == "0":  # as T5 and Marian do
-            model.config.decoder_start_token_id = tokenizer.pad_token_id
-        if member.head in contract.DECODERS:
-            check_steps(model)
-        folder, rows = tmp_path_factory.mktemp("run"), examples(head, tokenizer)
-        trainers = {True: (Seq2SeqTrainer, Seq2SeqTrainingArguments), False: (Trainer, TrainingArguments)}
-        kind, options = trainers[model.config.is_encoder_decoder]
-        arguments = options(str(folder), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True)
-        collator = collator_of(head, model, tokenizer)
-        trainer = kind(model, arguments, collator, train_dataset=rows, processing_class=tokenizer)
-        assert trainer.args.optim == "adamw_torch_fused"
-        before = {name: value.clone() for name, value in model.named_parameters()}
-        trainer.train()
-        assert any(not torch.equal(value, before[name]) for name, value in model.named_parameters())
-        predictions = trainer.predict(rows[:3]).predictions  # without the cache
-        assert all(len(x) == 3 for x in (predictions if isinstance(predictions, tuple) else [predictions]))
-        torch.manual_seed(0)  # of the masked tokens
-        batch = trainer.data_collator(rows[3:6])
-        return model.eval(), folder / "checkpoint-2", {name: value for name, value in batch.items() if name != "idx"}
-
-    return train
-
-
 @pytest.mark.parametrize(("name", "pad"), slow_but(FAST, PAIRS))
-def test_saved_folders_compute_the_same(name, pad, trained):
-    model, folder, batch = trained(name, pad)
-    again = type(model).from_pretrained(folder)
+def test_training(name, pad, tmp_path):
+    tokenizer, member = TOKENIZERS[pad](), contract.CLASSES[name]
+    model, head = member.make(torch.float32, vocab_size=len(tokenizer)), member.head.removeprefix("For")
+    if pad == "added":
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        model.resize_token_embeddings(len(tokenizer))
+    if model.config.is_encoder_decoder and pad == "0":  # as T5 and Marian do
+        model.config.decoder_start_token_id = tokenizer.pad_token_id
+    if member.head in contract.DECODERS:
+        check_steps(model)
+    rows = examples(head, tokenizer)
+    trainers = {True: (Seq2SeqTrainer, Seq2SeqTrainingArguments), False: (Trainer, TrainingArguments)}
+    kind, options = trainers[model.config.is_encoder_decoder]
+    arguments = options(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True)
+    collator = collator_of(head, model, tokenizer)
+    trainer = kind(model, arguments, collator, train_dataset=rows, processing_class=tokenizer)
+    assert trainer.args.optim == "adamw_torch_fused"
+    before = copy.deepcopy(dict(model.named_parameters()))
+    trainer.train()
+    assert any(not torch.equal(value, before[name]) for name, value in model.named_parameters())
+    predictions = trainer.predict(rows[:3]).predictions  # without the cache
+    assert all(len(x) == 3 for x in (predictions if isinstance(predictions, tuple) else [predictions]))
+    batch = {name: x for name, x in trainer.data_collator(rows[3:6]).items() if name != "idx"}
+    again = type(model).from_pretrained(tmp_path / "checkpoint-2")
     with torch.no_grad():
-        ours, theirs = model(**batch), again(**batch)
+        ours, theirs = model.eval()(**batch), again(**batch)
     assert ours.loss.isfinite() and not again.training
     torch.testing.assert_close(dict(theirs.items()), dict(ours.items()))
-    if contract.CLASSES[name].head in contract.DECODERS:
+    if member.head in contract.DECODERS:
         check_steps(model)
-
-
-@pytest.mark.parametrize("pairs", [FAST, pytest.param(PAIRS, marks=pytest.mark.slow)], ids=["fast", "all"])
-def test_saved_folders_without_the_package(pairs, trained, tmp_path):
-    """One process without the package loads all folders."""
-    client = Client("http://127.0.0.1:9", tmp_path, package=False)
-    for name, pad in pairs:
-        model, folder, batch = trained(name, pad)
-        classes = {kind: auto for auto, kind in auto_classes(type(model.config)).items()}
-        # SequencePairClassification has no Auto class.
-        own = f"{CODE_FOLDER}/auto_{model.config.model_type}.{type(model).__name__}"
-        auto_class = classes.get(type(model), own)
-        result = client(outputs, folder, auto_class, lists(batch), trust_remote_code=True)
-        check_outputs(result, model, batch)
-    client.pool.shutdown()
