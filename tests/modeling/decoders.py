@@ -1,6 +1,5 @@
 """Small decoders of all families, with and without an encoder, with a common interface."""
 
-import pytest
 import torch
 
 from tests.marks import slow_but
@@ -27,13 +26,6 @@ def a_third(values):
     """Return the values of a parameter, or tuples of several; a third of them is fast, and the others are slow."""
     values = list(values)
     return slow_but(values[::3], values)
-
-
-def weekly_but(kept, values):
-    """Return the values of a parameter, or tuples of several; those that are not in `kept` are tested every week."""
-    rows = {value: value if isinstance(value, tuple) else (value,) for value in values}
-    marks = [pytest.mark.slow, pytest.mark.exhaustive]
-    return [value if value in kept else pytest.param(*row, marks=marks) for value, row in rows.items()]
 
 
 def with_each(names, *others, slow=2, fast=None):

@@ -140,9 +140,6 @@ def test_adaptive_vocabularies(kind, tmp_path):
     again, report = MegaForCausalLM.from_pretrained(tmp_path, output_loading_info=True, dtype=torch.float64)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     torch.testing.assert_close(again.eval()(ids).logits, log_probabilities)
-    words = again.generate(ids[:, :3], max_new_tokens=1, do_sample=False)
-    assert torch.equal(words[:, 3], log_probabilities[:, 2].argmax(-1))
-    assert (again.get_input_embeddings()(torch.arange(2, 40)).abs().sum(-1) > 0).all()
 
 
 def test_feature_dropout_drops_channels():

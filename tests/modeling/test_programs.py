@@ -13,7 +13,7 @@ from transformers.exporters import DynamoConfig, DynamoExporter
 from tests.marks import slow_but
 from tests.modeling import contract, decoders, luna, mega
 from tests.modeling.contract import CLASSES, MEMBERS, Batch
-from tests.modeling.decoders import a_third, weekly_but
+from tests.modeling.decoders import a_third
 from tests.modeling.samples import borders, make_inputs
 
 COMPILER = next(filter(shutil.which, ("g++", "c++", "clang++")), None)
@@ -70,6 +70,7 @@ LENGTHS = {"short": lambda last: [3, 2], "long": lambda last: [last + 2, 2]}
 WAYS = {"exported": export, "compiled": compiled}
 # One case for each model, a third of which is slow; the others are checked every week.
 ONE_EACH = [(name, [*LENGTHS][i % 2], [*WAYS][i // 2 % 2]) for i, name in enumerate(MODELS)]
+WEEKLY = [pytest.param(*case, marks=pytest.mark.exhaustive) for i, case in enumerate(ONE_EACH) if i % 3]
 
 
 def test_an_exported_program():
@@ -77,7 +78,7 @@ def test_an_exported_program():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, lengths, way", weekly_but(ONE_EACH[::3], ONE_EACH))
+@pytest.mark.parametrize("name, lengths, way", ONE_EACH[::3] + WEEKLY)
 def test_programs(name, lengths, way):
     check(WAYS[way], name, LENGTHS[lengths])
 
