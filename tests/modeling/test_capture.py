@@ -39,10 +39,6 @@ def on_meta(monkeypatch, triton_device):
         yield launches
 
 
-def to_meta(inputs):
-    return {name: x.to("meta") if torch.is_tensor(x) else x for name, x in inputs.items()}
-
-
 @pytest.mark.parametrize(
     "name, layout",
     diagonal(NAMES, ["inferred", "left"])
@@ -50,7 +46,8 @@ def to_meta(inputs):
 )
 def test_training_steps_and_inference(name, layout, on_meta):
     member, batch = CLASSES[name], Batch(layout)
-    inputs = to_meta((pack if layout == "cu_seq_lens" else collate)(member, batch)[0])
+    inputs, _ = (pack if layout == "cu_seq_lens" else collate)(member, batch)
+    inputs = {name: x.to("meta") if torch.is_tensor(x) else x for name, x in inputs.items()}
     model = member.make(torch.float32, **member.tables(max(batch.lengths) + batch.extra)).to("meta").train()
     if layout == "inferred":
         inputs.pop("attention_mask", None)

@@ -128,7 +128,6 @@ INPUTS = {
 }  # fmt: skip
 PADDING_FREE = {
     "no classes": (both("ForSequenceClassification"), "Classification does not support padding-free", flat(**TWO)),
-    "no choices": (CHOICES, "Choice does not support padding-free", flat(**TWO, **{"input_ids": FLAT[:, None]})),
     "weights": (ENCODERS, "no attention weights", flat(**TWO, output_attentions=True)),
     "the table": (LUNA, "learned positions", flat(input_ids=FLAT.repeat(1, 6), position_ids=torch.arange(54) % 49)),
     "descending": (ENCODERS, "must increase", flat(cu_seq_lens_q=torch.tensor([0, 5, 4], dtype=torch.int32))),
@@ -164,13 +163,11 @@ LABELS = {
     "too few choices": (CHOICES, r"`labels` must have the shape \[2\]", lambda m: labels_of(m, 0, 1)),
 }  # fmt: skip
 GENERATE = {
-    "no token": (BOTH, "ha(s|ve) length 0", lambda m: generate(m, IDS[:, :0])),
     "the prompt in the cache": (BOTH, "contains 5 positions already", lambda m: generate(m, cache=filled(m))),
     "a mask of another length": (
         BOTH, r"must have the shape \[2, 5\] .*, or \[2, 7\] with the 2 positions of .*, got \[2, 9\]",
         lambda m: generate(m, mask=ones(2, 9), cache=filled(m, IDS[:, :2])),
     ),
-    "another cache": (BOTH, "must be a", lambda m: generate(m, cache=DynamicCache())),
     "beams after a cache": (
         BOTH, "does not fit this model and batch|another source",
         lambda m: generate(m, IDS.repeat(1, 2), cache=filled(m), num_beams=2),

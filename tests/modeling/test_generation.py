@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from torch import distributed
 from transformers import BertConfig, BertModel, CompileConfig, EncoderDecoderModel
 
 from tests.marks import diagonal
@@ -20,6 +21,7 @@ OPTIONS = {
     | {"early_stopping": True},
     "sampling": {"do_sample": True, "num_return_sequences": 2},
     "beam sampling": {"do_sample": True, "num_beams": 3},
+    "constrained": {"do_sample": False, "num_beams": 2, "prefix_allowed_tokens_fn": lambda row, ids: [4, 9, 12]},
 }
 
 
@@ -149,10 +151,16 @@ def test_unsupported_inputs_raise(family, with_encoder):
             unsupported([[4, 5]])
 
 
+def step(model, input_ids, logits_processor, stopping_criteria, generation_config, **given):
+    """Append one token: a loop of a user."""
+    inputs = model.prepare_inputs_for_generation(input_ids, **given)
+    return torch.cat([input_ids, model(**inputs).logits[:, -1:].argmax(-1)], 1)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "with_encoder"), PLAIN)
 def test_options_that_this_package_handles(family, with_encoder):
-    """Logits of steps, a static cache, and beams that end with a text."""
+    """Logits of steps, a static cache, an own loop, several processes, and beams that end with a text."""
     model = make_plain(family, is_encoder_decoder=with_encoder)
     inputs = prompt(model, *padded([7, 3], 7, "left"))
     settings = GREEDY | {"max_new_tokens": 5, "return_dict_in_generate": True}
@@ -164,6 +172,12 @@ def test_options_that_this_package_handles(family, with_encoder):
         mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(2, 5)], 1)
         complete = model(plain.sequences, mask, use_cache=False).logits[:, -6:-1]
     torch.testing.assert_close(steps, complete.to(steps.dtype), atol=1e-5, rtol=1e-5)
+    one = model.generate(**inputs, **GREEDY, max_new_tokens=5, custom_generate=step)
+    assert torch.equal(one, plain.sequences[:, : one.shape[1]])
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    synced = model.generate(**inputs, **settings, synced_gpus=True)
+    distributed.destroy_process_group()
+    assert torch.equal(synced.sequences, plain.sequences)
     assert not decoders.own_cache(plain["cache"]).is_static
     for options in ({}, {"max_cache_len": 40}):
         static = model.generate(**inputs, **settings, cache_implementation="static", **options)

@@ -34,7 +34,6 @@ def test_autocast(name, dtype):
 
 SAVED = {
     "luna": ("luna Model", {}),
-    "mega": ("mega Model", {}),
     "batchnorm": ("mega ForMaskedLM", {"normalization_type": "batchnorm"}),
     "syncbatchnorm": ("mega Model", {"normalization_type": "syncbatchnorm"}),
     "megalodon": ("megalodon decoder", {}),

@@ -128,11 +128,10 @@ def exported_step(model, inputs, name, past):
 
 
 STEPS = {"compiled": compiled_step, "exported": exported_step}
-CACHED = [*product(decoders.FAMILIES, STEPS)]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family, way", slow_but([("mega", "compiled")], CACHED))
+@pytest.mark.parametrize("family, way", slow_but([("mega", "compiled")], product(decoders.FAMILIES, STEPS)))
 def test_steps_with_a_cache(family, way, monkeypatch):
     """A program of a step has the cache in its inputs and outputs, under either name."""
     # The exporter would convert Megalodon's float64 statistics to the dtype of the model, see docs/export.md.
