@@ -140,6 +140,7 @@ PADDING_FREE = {
         ENCODERS + CAUSAL, "one row without padding, got 1 positions of padding",
         flat(seq_idx=(FLAT > 6).long(), attention_mask=(FLAT < 12).long(), output_hidden_states=True, use_cache=False),
     ),
+    "a cache": (CAUSAL, "a padding-free batch has no cache", flat(seq_idx=(FLAT > 6).long(), use_cache=True)),
     "a flat index": (EVERY, r"integers of the shape \[1, 9\]", flat(seq_idx=FLAT[0], use_cache=False)),
     "a span": (
         SPANS, "has no loss for a padding-free", flat(**TWO, start_positions=RIGHT[:1], end_positions=RIGHT[:1]),
@@ -147,9 +148,6 @@ PADDING_FREE = {
 }  # fmt: skip
 LABELS = {
     "no end": (SPANS, "`end_positions` is missing; pass `start_positions` and", call(start_positions=RIGHT)),
-    "no ids of a span": (
-        SPANS, "indices.*, got torch.float32", call(start_positions=RIGHT.float(), end_positions=RIGHT),
-    ),
     "flat labels": (LABELED, r"`labels` must have the shape \[2, 9\]", call(labels=ones(18))),
     "no ids": (LABELED, r"`labels` must .*\bids\b.*, got torch\.float32", call(labels=torch.ones(2, 9))),
     "below 0": (LABELED + CHOICES, r"`labels` are from -5.* ids from 0 to \d+, or -100", lambda m: labels_of(m, -5)),
@@ -168,10 +166,6 @@ GENERATE = {
         BOTH, r"must have the shape \[2, 5\] .*, or \[2, 7\] with the 2 positions of .*, got \[2, 9\]",
         lambda m: generate(m, mask=ones(2, 9), cache=filled(m, IDS[:, :2])),
     ),
-    "beams after a cache": (
-        BOTH, "does not fit this model and batch|another source",
-        lambda m: generate(m, IDS.repeat(1, 2), cache=filled(m), num_beams=2),
-    ),
 }  # fmt: skip
 FORWARD = {
     "another cache": (BOTH, "must be a", lambda m: run(m, cache=DynamicCache())),
@@ -183,10 +177,6 @@ FORWARD = {
     "tokens beyond the vocabulary": (BOTH, "are from 102 to 108", lambda m: run(m, IDS + 100)),
     "no token": (BOTH, "the batch is empty", lambda m: run(m, IDS[:, :0])),
     "positions of another length": (BOTH, "position_ids", lambda m: run(m, position_ids=torch.arange(4))),
-    "a padding-free batch": (
-        BOTH, "a padding-free batch has no cache",
-        lambda m: run(m, seq_idx=torch.tensor([[0, 0, 1, 1, 1]] * 2), use_cache=True),
-    ),
     "states of an encoder": (
         BOTH, "(do not support|has no) .*encoder_hidden_states|encoder_hidden_states require a decoder",
         lambda m: run(m, encoder_hidden_states=torch.randn(2, 4, 12)),
@@ -226,10 +216,6 @@ TRANSLATION = {
     "a text after the table": (
         ["mega seq2seq"], "max_length=32 requires 31 .* has 6", lambda m: m.generate(IDS, max_length=32),
         {"relative_positional_bias": "simple", "max_positions": 24, "decoder_max_positions": 6},
-    ),
-    "embeddings in the cache": (
-        CAUSAL, "contains 5 positions already, and `inputs_embeds` has 5",
-        lambda m: m.generate(inputs_embeds=m.get_input_embeddings()(IDS), cache=filled(m), max_new_tokens=3),
     ),
     "rows of P": (
         ["luna decoder"], r"`packed_states` must have the shape \[2, rows, 24\], got \[1, 3, 24\]",
