@@ -549,6 +549,10 @@ class Texts:
         return cache
 
 
+def addresses(cache: Any) -> list[int]:
+    return [x.data_ptr() for layer in decoders.own_cache(cache).layers for x in layer.tensors.values()]
+
+
 @torch.no_grad()
 def check_division(model: torch.nn.Module, division: Division) -> None:
     """Check that the calls, and one call without a cache, give each text its logits."""
@@ -560,18 +564,17 @@ def check_division(model: torch.nn.Module, division: Division) -> None:
         for number, length in enumerate(division.cuts):
             if number == division.static:
                 cache.make_static(texts.total + 1)
-                addresses = [x.data_ptr() for layer in decoders.own_cache(cache).layers for x in layer.tensors.values()]
+                places = addresses(cache)
             if number and (action := division.changes.get(number)):
                 cache = texts.change(action, cache, stop)
-                addresses = [x.data_ptr() for layer in decoders.own_cache(cache).layers for x in layer.tensors.values()]
+                places = addresses(cache)
             start, stop = stop, stop + length
             output = texts.run(number, start, stop, cache)
             assert cache is None or output.cache is cache
             cache = output.cache
             assert cache.get_seq_length() == stop
         if cache.is_static:
-            layers = decoders.own_cache(cache).layers
-            assert addresses == [x.data_ptr() for layer in layers for x in layer.tensors.values()]
+            assert addresses(cache) == places
 
 
 def check_gradients(model: torch.nn.Module, division: Division) -> None:

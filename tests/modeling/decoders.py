@@ -1,8 +1,5 @@
 """Small decoders of all families, with and without an encoder, with a common interface."""
 
-from itertools import product
-
-import pytest
 import torch
 
 from tests.marks import slow_but
@@ -31,18 +28,10 @@ def a_third(values):
     return slow_but(values[::3], values)
 
 
-def weekly_but(kept, values):
-    """Return the values of a parameter, or tuples of several; those that are not in `kept` are tested every week."""
-    rows = {value: value if isinstance(value, tuple) else (value,) for value in values}
-    marks = [pytest.mark.slow, pytest.mark.exhaustive]
-    return [value if value in kept else pytest.param(*row, marks=marks) for value, row in rows.items()]
-
-
-def with_each(names, *others, slow=2, fast=None, weekly=False):
+def with_each(names, *others, slow=2, fast=None):
     """Return tuples of a name and a value of each of the others.
 
-    Every name (or those in `fast`) has a fast tuple; every name has `slow` others, which are slow. With `weekly`, all
-    others are tested every week.
+    Every name (or those in `fast`) has a fast tuple; every name has `slow` others, which are slow.
     """
     names, others = list(names), [list(values) for values in others]
     rows = [
@@ -50,9 +39,7 @@ def with_each(names, *others, slow=2, fast=None, weekly=False):
         for shift in range(slow + 1)
         for number, name in enumerate(names, start=shift)
     ]
-    rows = list(dict.fromkeys(rows))
-    left = [row for row in product(names, *others) if row not in rows] if weekly else []
-    return slow_but([row for row in rows[: len(names)] if fast is None or row[0] in fast], rows) + weekly_but([], left)
+    return slow_but([row for row in rows[: len(names)] if fast is None or row[0] in fast], dict.fromkeys(rows))
 
 
 def make(name, **fields):

@@ -58,9 +58,11 @@ def make_inputs(
         else:
             inputs[f"{prefix}input_ids"] = _ids(stack, mask, processor, generator)
         inputs[f"{prefix}attention_mask"] = mask.long()
-    if (types := _types(model, config, processor)) is not None:
-        position, count = mask.cumsum(-1) - 1, mask.sum(-1, keepdim=True)
-        inputs["token_type_ids"] = (position * types // count.clamp(min=1)).masked_fill(~mask, 0)
+    if accepts(model, "token_type_ids"):
+        types = config.type_vocab_size if getattr(config, "add_token_type_embeddings", True) else 0
+        if types > 1 or "token_type_ids" in getattr(processor, "model_input_names", ()):
+            position, count = mask.cumsum(-1) - 1, mask.sum(-1, keepdim=True)
+            inputs["token_type_ids"] = (position * max(types, 1) // count.clamp(min=1)).masked_fill(~mask, 0)
     if config.add_cross_attention and not config.is_encoder_decoder:
         mask = _mask(torch.tensor(halves), side, gaps)
         states = torch.randn(*mask.shape, config.hidden_size, generator=generator)
@@ -114,12 +116,3 @@ def _ids(config: Any, mask: torch.Tensor, processor: Any, generator: torch.Gener
     ids = ids[~torch.isin(ids, torch.tensor([i for i in (pad, config.pad_token_id) if i is not None]))]
     rounds = [torch.randperm(len(ids), generator=generator) for _ in range(-(-mask.numel() // len(ids)))]
     return ids[torch.cat(rounds)[: mask.numel()].view(mask.shape)].masked_fill(~mask, pad or 0)
-
-
-def _types(model: PreTrainedModel, config: Any, processor: Any) -> int | None:
-    """Return the number of token types in the inputs, or None if the inputs have no `token_type_ids`."""
-    if not accepts(model, "token_type_ids"):
-        return None
-    types = config.type_vocab_size if getattr(config, "add_token_type_embeddings", True) else 0
-    named = "token_type_ids" in getattr(processor, "model_input_names", ())
-    return max(types, 1) if types > 1 or named else None

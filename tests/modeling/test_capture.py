@@ -18,13 +18,14 @@ NAMES = [name for name in CLASSES if name.endswith(("MaskedLM", "SequenceClassif
 class OnlyOnDevice(TorchDispatchMode):
     """Fail if an operator reads or writes a device other than `meta`, on which reading a value fails as well.
 
-    Kernels take numbers of the host as arguments.
+    Kernels take numbers of the host as arguments, but a graph cannot copy them to the device.
     """
 
     def __torch_dispatch__(self, operator, types, arguments=(), options=None):
         results = operator(*arguments, **(options or {}))
         tensors = [x for x in tree_leaves((arguments, options, results)) if isinstance(x, torch.Tensor)]
-        assert all(x.is_meta or not x.dim() for x in tensors), f"{operator} uses the memory of the host"
+        numbers = "copy" not in operator._schema.name
+        assert all(x.is_meta or (numbers and not x.dim()) for x in tensors), f"{operator} uses the memory of the host"
         return results
 
 
@@ -38,10 +39,6 @@ def on_meta(monkeypatch, triton_device):
         yield launches
 
 
-def to_meta(inputs):
-    return {name: x.to("meta") if torch.is_tensor(x) else x for name, x in inputs.items()}
-
-
 @pytest.mark.parametrize(
     "name, layout",
     diagonal(NAMES, ["inferred", "left"])
@@ -49,7 +46,8 @@ def to_meta(inputs):
 )
 def test_training_steps_and_inference(name, layout, on_meta):
     member, batch = CLASSES[name], Batch(layout)
-    inputs = to_meta((pack if layout == "cu_seq_lens" else collate)(member, batch)[0])
+    inputs, _ = (pack if layout == "cu_seq_lens" else collate)(member, batch)
+    inputs = {name: x.to("meta") if torch.is_tensor(x) else x for name, x in inputs.items()}
     model = member.make(torch.float32, **member.tables(max(batch.lengths) + batch.extra)).to("meta").train()
     if layout == "inferred":
         inputs.pop("attention_mask", None)
@@ -88,12 +86,10 @@ def test_errors_of_static_caches():
     model, (ids, mask) = make_plain("mega"), padded([5, 5], 5, "right")
     with pytest.raises(ValueError, match="an empty cache cannot be static"):
         luna_mega.MegaCache(model.config).make_static(9)
-    for length in (0, "9", 9.0):
-        with pytest.raises(ValueError, match=f"max_length must be an integer of at least 1, got {length!r}"):
-            static_cache(model, ids, mask, length)
-    for length in (None, 4):
-        with pytest.raises(ValueError, match="requires max_length of at least the 5 positions so far"):
-            static_cache(model, ids, mask, length)
+    with pytest.raises(ValueError, match="max_length must be an integer of at least 1, got 9.0"):
+        static_cache(model, ids, mask, 9.0)
+    with pytest.raises(ValueError, match="requires max_length of at least the 5 positions so far"):
+        static_cache(model, ids, mask, 4)
     assert static_cache(model, ids[:, :1], mask[:, :1], 1).is_static
     cache = static_cache(model, ids, mask, 6)
     with pytest.raises(ValueError, match="supports one position per call"):
@@ -110,14 +106,9 @@ def test_errors_of_static_caches():
 IDS = torch.arange(3, 11).expand(2, 8)
 
 
-def encode(*names, **fields):
-    """Return a function that runs a training step with the inputs of these names."""
-
-    def run():
-        model = CLASSES["luna ForMaskedLM"].make(torch.float32, **fields).train()
-        model(IDS, labels=IDS, **{name: IDS > 4 if name == "attention_mask" else IDS for name in names})
-
-    return run
+def encode(fields, **inputs):
+    model = CLASSES["luna ForMaskedLM"].make(torch.float32, **fields).train()
+    model(IDS, labels=IDS, **inputs)
 
 
 @torch.no_grad()
@@ -128,18 +119,18 @@ def step():
 
 def attend(**options):
     x = torch.randn(1, 8, 4)
-    return lambda: api.gated_attention(x, x, x, None, function="softmax", backend="torch", **options)
+    api.gated_attention(x, x, x, None, function="softmax", backend="torch", **options)
 
 
 REJECTED = {
-    "sparse_prediction": encode(sparse_prediction=True),
-    "layerdrop": encode(layerdrop=0.1),
-    "unpad_inputs": encode("attention_mask", unpad_inputs=True),
-    "`position_ids`": encode("position_ids"),
-    "`seq_idx`": encode("seq_idx"),
-    "learned 6": encode(max_position_embeddings=6),
-    "dropout of attention weights in PyTorch": attend(dropout=0.1),
-    "without max_seqlen": attend(cu_seqlens=torch.tensor([0, 3, 8], dtype=torch.int32)),
+    "sparse_prediction": lambda: encode({"sparse_prediction": True}),
+    "layerdrop": lambda: encode({"layerdrop": 0.1}),
+    "unpad_inputs": lambda: encode({"unpad_inputs": True}, attention_mask=IDS > 4),
+    "`position_ids`": lambda: encode({}, position_ids=IDS),
+    "`seq_idx`": lambda: encode({}, seq_idx=IDS),
+    "learned 6": lambda: encode({"max_position_embeddings": 6}),
+    "dropout of attention weights in PyTorch": lambda: attend(dropout=0.1),
+    "without max_seqlen": lambda: attend(cu_seqlens=torch.tensor([0, 3, 8], dtype=torch.int32)),
     "a cache whose tensors are replaced": step,
 }
 

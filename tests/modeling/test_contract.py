@@ -62,17 +62,6 @@ def test_no_gradient_flows_through_padding(name, layout):
     assert not [name for name, gradient in gradients.items() if gradient.any()]
 
 
-@pytest.mark.parametrize("name", ["luna ForSequenceClassification", "mega ForMaskedLM", "luna decoder"])
-def test_empty_rows_have_no_gradient(name):
-    """A row without a token has a constant result, in training as well."""
-    member, batch = contract.CLASSES[name], Batch("left", (0, 6, 3))
-    model, (inputs, _) = member.make().train(), contract.collate(member, batch)
-    embeds = model.get_input_embeddings()(inputs.pop("input_ids")).detach().requires_grad_(True)
-    output = model(inputs_embeds=embeds, attention_mask=inputs["attention_mask"])
-    output.logits.square().sum().backward()
-    assert not embeds.grad[0].any() and embeds.grad[1, -1].any() and embeds.grad.isfinite().all()
-
-
 @pytest.mark.parametrize("name", decoders.a_third(["mega batchnorm, norms around", *contract.CLASSES]))
 def test_results_do_not_require_the_precision(name):
     """In float32 a class has the results of float64, and in bfloat16 a training step is finite."""

@@ -1,4 +1,6 @@
-"""Mega for images: initialization, inputs, interpolation, stochastic depth, compile and export."""
+"""Mega for images: initialization, inputs, interpolation and export."""
+
+from itertools import product
 
 import pytest
 import torch
@@ -7,9 +9,6 @@ from transformers import AutoModelForImageClassification, ViTConfig
 from transformers.models.vit.modeling_vit import ViTEmbeddings
 
 from luna_mega import MegaConfig, MegaForImageClassification, MegaModel
-from luna_mega.modeling_common.layout import DENSE
-from luna_mega.modeling_common.padding_free import PaddingFreeLayout
-from luna_mega.modeling_mega.modeling_mega import MegaDropPath
 from luna_mega.modeling_mega.patches_mega import interpolate_positions, interpolate_raster_bias
 
 SMALL = {
@@ -19,13 +18,9 @@ SMALL = {
 }  # fmt: skip
 
 
-def small(**fields):
-    return MegaConfig.image_base_patch16_224(**SMALL | fields)
-
-
 @pytest.fixture
 def model():
-    return MegaForImageClassification(small()).eval()
+    return MegaForImageClassification(MegaConfig.image_base_patch16_224(**SMALL)).eval()
 
 
 def test_initialization():
@@ -54,12 +49,10 @@ def test_images_of_another_size(model):
 
 
 def test_positions_are_interpolated_as_in_vit():
-    config = ViTConfig(hidden_size=16, image_size=32, patch_size=8)
-    vit = ViTEmbeddings(config)
+    vit = ViTEmbeddings(ViTConfig(hidden_size=16, image_size=32, patch_size=8))
     nn.init.normal_(vit.position_embeddings)
-    ours = interpolate_positions(vit.position_embeddings[:, 1:], (6, 5))
     theirs = vit.interpolate_pos_encoding(torch.zeros(1, 31, 16), 48, 40)[:, 1:]
-    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(interpolate_positions(vit.position_embeddings[:, 1:], (6, 5)), theirs)
 
 
 @pytest.mark.parametrize("grid", [(6, 5), (2, 3), (8, 8), (1, 4)])
@@ -70,20 +63,18 @@ def test_bias_table_is_interpolated_linearly(grid):
 
     def read(down, across):
         value = 0.0
-        for row in (int(down // 1), int(down // 1) + 1):
-            for column in (int(across // 1), int(across // 1) + 1):
-                share = (1 - abs(down - row)) * (1 - abs(across - column))
-                inside = [max(1 - side, min(side - 1, step)) for step in (row, column)]
-                value += share * table[side * side - 1 + inside[0] * side + inside[1]]
+        for row, column in product((int(down // 1), int(down // 1) + 1), (int(across // 1), int(across // 1) + 1)):
+            share = (1 - abs(down - row)) * (1 - abs(across - column))
+            inside = [max(1 - side, min(side - 1, step)) for step in (row, column)]
+            value += share * table[side * side - 1 + inside[0] * side + inside[1]]
         return value
 
     total, count = torch.zeros(2, 2 * rows * columns - 1, dtype=torch.float64)
-    patches = [(row, column) for row in range(rows) for column in range(columns)]
-    for query, (row, column) in enumerate(patches):
-        for key, (other_row, other_column) in enumerate(patches):
-            entry = rows * columns - 1 + key - query
-            total[entry] += read((other_row - row) * side / rows, (other_column - column) * side / columns)
-            count[entry] += 1
+    for query, key in product(range(rows * columns), repeat=2):
+        (row, column), (other_row, other_column) = divmod(query, columns), divmod(key, columns)
+        entry = rows * columns - 1 + key - query
+        total[entry] += read((other_row - row) * side / rows, (other_column - column) * side / columns)
+        count[entry] += 1
     torch.testing.assert_close(interpolate_raster_bias(table, grid), total / count)
     assert interpolate_raster_bias(table, (side, side)) is table
 
@@ -91,16 +82,11 @@ def test_bias_table_is_interpolated_linearly(grid):
 PIXELS = {"pixel_values": torch.zeros(2, 3, 32, 32)}
 WRONG = [
     (r"num_channels=3, got \[2, 1, 32, 32\]", {"pixel_values": torch.zeros(2, 1, 32, 32)}),
-    (r"shape \[B, 3, H, W\]", {"pixel_values": torch.zeros(3, 32, 32)}),
     ("the batch is empty", {"pixel_values": torch.zeros(0, 3, 32, 32)}),
     ("are 48 x 32, but `image_size` is 32; resize them", {"pixel_values": torch.zeros(2, 3, 48, 32)}),
     ("not a multiple of `patch_size` 8",
      {"pixel_values": torch.zeros(2, 3, 32, 36), "interpolate_pos_encoding": True}),
     ("images do not support padding-free batches", PIXELS | {"position_ids": torch.tensor([[0, 1] * 8] * 2)}),
-    ("are from 1 to 7, but must be ids", PIXELS | {"labels": torch.tensor([1, 7])}),
-    ("exactly one of pixel_values and inputs_embeds", {}),
-    ("exactly one of", PIXELS | {"inputs_embeds": torch.zeros(2, 16, 16)}),
-    (r"the shape \[2, 16\]", PIXELS | {"attention_mask": torch.ones(2, 9)}),
     ("have 9 positions, but images of this model have 16 patches", {"inputs_embeds": torch.zeros(2, 9, 16)}),
 ]  # fmt: skip
 
@@ -118,23 +104,9 @@ def test_image_inputs_need_an_image_model():
         MegaModel(MegaConfig())(pixel_values=torch.zeros(2, 3, 32, 32))
 
 
-def test_stochastic_depth_drops_sequences_and_preserves_the_mean():
-    drop_path = MegaDropPath(0.25)
-    states = torch.ones(4000, 3, 2)
-    dropped = drop_path(states, DENSE)
-    assert dropped.unique().tolist() == pytest.approx([0.0, 4 / 3])
-    assert (dropped == dropped[:, :1, :1]).all() and dropped.mean() == pytest.approx(1.0, abs=0.03)
-    padding_free = drop_path(torch.ones(1, 60, 2), PaddingFreeLayout(torch.tensor([0, 20, 25, 60]), 35))
-    assert all((part == part[0, 0]).all() for part in padding_free[0].split([20, 5, 35]))
-    assert drop_path.eval()(states, DENSE) is states
-
-
 @pytest.mark.slow
-def test_compile_and_export(model):
+def test_export(model):
     pictures = torch.randn(2, 3, 32, 32)
-    expected = model(pixel_values=pictures).logits
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(pixel_values=pictures).logits, expected, atol=1e-5, rtol=1e-5)
     batch = {"pixel_values": {0: torch.export.Dim("batch", min=1)}}
     program = torch.export.export(model, (), {"pixel_values": pictures}, dynamic_shapes=batch).module()
     more = torch.randn(5, 3, 32, 32)

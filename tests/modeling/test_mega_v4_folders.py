@@ -1,6 +1,6 @@
-"""Small copies of the published Mega folders of transformers v4: their options, names, files and peculiarities.
+"""Small copies of published Mega folders of transformers v4: their options, names, files and peculiarities.
 
-Every published combination is loaded here; `tests/parity/test_mega_v4_fixtures.py` compares results with those of v4.
+`tests/parity/test_mega_v4_fixtures.py` compares folders that v4 wrote.
 """
 
 import json
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 import luna_mega
-from tests.modeling.decoders import a_third, padded
+from tests.modeling.decoders import padded
 from tests.modeling.luna import tokens
 from tests.modeling.mega import make, tiny_config
 
@@ -29,43 +29,33 @@ V4 = {
     "transformers_version": "4.36.2", "truncation": None, "type_vocab_size": 2, "use_cache": True,
     "use_chunking": False, "use_feature_dropout": False, "use_normalized_ffn": True, "vocab_size": 96,
 }  # fmt: skip
-DECODER = {"is_decoder": True, "bidirectional": False}
-NO_DROPOUT = dict.fromkeys(  # integers, as in the published folder
-    ("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "nffn_activation_dropout_prob"), 0
-)
 TIED = {"mlm_head.weight", "lm_head.weight"}
-LONG = {"use_chunking": True, "chunk_size": 8}
-ENCODER_16K = {"relative_positional_bias": "simple", "intermediate_size": 72, "ema_projection_size": 32, **LONG}
+INTEGERS = ("dropout_prob", "hidden_dropout_prob", "attention_probs_dropout_prob", "nffn_activation_dropout_prob")
 # The tiny models of transformers' tests, with fewer layers and a smaller vocabulary.
 TINY = {
     "add_lm_hidden_dense_layer": True, "add_token_type_embeddings": True, "bidirectional": False, "chunk_size": 32,
     "hidden_size": 32, "intermediate_size": 37, "max_positions": 1024, "nffn_hidden_size": 24,
     "shared_representation_size": 64,
 }  # fmt: skip
-BIN, SAFE = "pytorch_model.bin", "model.safetensors"
-EMBED, WIKI = (
-    "BEE-spoke-data/mega-small-embed-synthSTS-16384-v1",
-    "pszemraj/mega-small-2048-C1024-tk_id-simplewiki-MR50",
-)
-CHUNKED = "pszemraj/mega-small-2048-C1024-MR50-sw_minipile-tk_ema32"
-BIASED, TYPED = {**ENCODER_16K, "max_positions": 128}, {**LONG, "add_token_type_embeddings": True}
-NO_PADDING = {**DECODER, "eos_token_id": 0, "pad_token_id": None}
-WIKITEXT = {"max_positions": 80, "layer_norm_eps": 1e-12, "nffn_activation_dropout_prob": 0.0}
 # Folder -> class, options, name of the weights file.
 FOLDERS = {
-    "mnaylor/mega-base-wikitext": ("MegaForMaskedLM", WIKITEXT, BIN),
-    "BEE-spoke-data/mega-encoder-small-16k-v1": ("MegaForMaskedLM", BIASED, SAFE),
-    EMBED: ("MegaModel", BIASED, SAFE),
-    "BEE-spoke-data/mega-ar-126m-4k": (
-        "MegaForCausalLM", {**NO_PADDING, **NO_DROPOUT, "normalization_type": "layernorm"}, SAFE,
+    "mnaylor/mega-base-wikitext": (
+        "MegaForMaskedLM", {"max_positions": 80, "layer_norm_eps": 1e-12, "nffn_activation_dropout_prob": 0.0},
+        "pytorch_model.bin",
     ),
-    "pszemraj/mega-ar-small-4096-sw_minipile": ("MegaForCausalLM", {**NO_PADDING, "hidden_dropout_prob": 0.2}, BIN),
-    CHUNKED: ("MegaForMaskedLM", {**TYPED, "ema_projection_size": 32}, BIN),
-    WIKI: ("MegaForMaskedLM", {**TYPED, "ema_projection_size": 64}, SAFE),
-    "Bingsu/mega-150m-arch": ("MegaForMaskedLM", {"use_chunking": True, "chunk_size": 4, "nffn_hidden_size": 24}, BIN),
-    "hf-internal-testing/tiny-random-MegaForCausalLM": ("MegaForCausalLM", {**TINY, "is_decoder": True}, BIN),
-    **{f"hf-internal-testing/tiny-random-MegaFor{head}": (f"MegaFor{head}", TINY, BIN)
-       for head in ("MultipleChoice", "QuestionAnswering", "SequenceClassification")},
+    "BEE-spoke-data/mega-small-embed-synthSTS-16384-v1": (
+        "MegaModel",
+        {"relative_positional_bias": "simple", "intermediate_size": 72, "ema_projection_size": 32,
+         "use_chunking": True, "chunk_size": 8, "max_positions": 128},
+        "model.safetensors",
+    ),
+    "BEE-spoke-data/mega-ar-126m-4k": (
+        "MegaForCausalLM",
+        {"is_decoder": True, "bidirectional": False, "eos_token_id": 0, "pad_token_id": None,
+         "normalization_type": "layernorm", **dict.fromkeys(INTEGERS, 0)},
+        "model.safetensors",
+    ),
+    "hf-internal-testing/tiny-random-MegaForMultipleChoice": ("MegaForMultipleChoice", TINY, "pytorch_model.bin"),
 }  # fmt: skip
 
 
@@ -104,7 +94,7 @@ def write_folder(folder, name):
     return config, weights
 
 
-@pytest.mark.parametrize("name", a_third(FOLDERS))
+@pytest.mark.parametrize("name", FOLDERS)
 @torch.no_grad()
 def test_folder(tmp_path, name):
     """All weights are loaded, and the model is saved as safetensors."""

@@ -59,14 +59,10 @@ class OwnMaskedLM(luna_mega.LunaForMaskedLM):
     """A user-defined subclass of a head of the package, which adds a second loss."""
 
 
-class OwnSeq2Seq(luna_mega.LunaForConditionalGeneration):
-    """A user-defined encoder-decoder."""
-
-
-@pytest.mark.parametrize("kind", [OwnHead, OwnMaskedLM, OwnSeq2Seq, luna_mega.LunaForMaskedLM])
+@pytest.mark.parametrize("kind", [OwnHead, OwnMaskedLM, luna_mega.LunaForMaskedLM])
 def test_parameters_that_a_user_trains_stay_trainable(kind, tmp_path):
     """Classes of users have no frozen parameters, also after resizing, copying or loading; others can be unfrozen."""
-    model = kind(luna.tiny_config(is_encoder_decoder=kind is OwnSeq2Seq))
+    model = kind(luna.tiny_config())
     if kind is luna_mega.LunaForMaskedLM:
         frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
         model.requires_grad_(True)
@@ -104,31 +100,18 @@ def test_a_default_luna_learns(import_benchmark):
     assert steps < 80 and accuracy >= 0.95
 
 
-def initialized(module, **fields):
-    """Return the configuration and the tensors of a model that is initialized from the meta device."""
-    config = module.tiny_config(**fields)
-    tensors = module.HEADS[POOLED].from_pretrained(None, config=config, state_dict={}).state_dict()
-    assert all(not tensor.is_meta and torch.isfinite(tensor).all() for tensor in tensors.values())
-    return config, tensors
+VARIANTS = [(module, fields) for module in (luna, mega) for fields in (*module.VARIANTS.values(), module.VALUES)]
 
 
-@pytest.mark.parametrize("fields", [*luna.VARIANTS.values(), luna.VALUES])
-def test_every_parameter_of_luna_is_initialized(fields):
-    config, tensors = initialized(luna, pooling="packed_attention", **fields)
-    for name, parameter in tensors.items():
-        norm = "layer_norm.weight" in name
-        scaled = config.scale_embedding and ("word_embeddings" in name or "packed_embeddings" in name)
-        deviation = config.hidden_size**-0.5 if scaled else 0.02
-        assert norm or parameter.abs().max() < 7 * deviation, name
-        if name.endswith("bias"):
-            assert (parameter == 0).all(), name
-        elif not norm:
-            assert 0.5 * deviation < parameter.std() < 1.5 * deviation, name
-
-
-@pytest.mark.parametrize("fields", [*mega.VARIANTS.values(), mega.VALUES])
-def test_every_parameter_of_mega_is_initialized(fields):
-    for name, tensor in initialized(mega, add_token_type_embeddings=True, **fields)[1].items():
-        assert tensor.abs().max() < 10, name
-        if name.endswith("ema_expansion_matrix"):
-            assert (tensor[:, ::2] > 0).all() and (tensor[:, 1::2] < 0).all()
+@pytest.mark.parametrize("module, fields", VARIANTS)
+def test_every_parameter_is_initialized(module, fields):
+    """Parameters that a folder does not have are initialized as those of a new model."""
+    fields = fields | ({"pooling": "packed_attention"} if module is luna else {"add_token_type_embeddings": True})
+    config, head = module.tiny_config(**fields), module.HEADS[POOLED]
+    new, found = head(config).state_dict(), head.from_pretrained(None, config=config, state_dict={}).state_dict()
+    for name, tensor in new.items():
+        assert not found[name].is_meta and found[name].isfinite().all(), name
+        if tensor.numel() < 20 or tensor.double().std() == 0:
+            assert found[name].abs().max() <= 10 * tensor.abs().max(), name
+        else:
+            assert 0.4 < found[name].std() / tensor.std() < 2.5, name

@@ -13,7 +13,7 @@ from transformers.exporters import DynamoConfig, DynamoExporter
 from tests.marks import slow_but
 from tests.modeling import contract, decoders, luna, mega
 from tests.modeling.contract import CLASSES, MEMBERS, Batch
-from tests.modeling.decoders import a_third, weekly_but
+from tests.modeling.decoders import a_third
 from tests.modeling.samples import borders, make_inputs
 
 COMPILER = next(filter(shutil.which, ("g++", "c++", "clang++")), None)
@@ -67,15 +67,10 @@ def check(way, name, lengths):
 LENGTHS = {"short": lambda last: [3, 2], "long": lambda last: [last + 2, 2]}
 
 
-def export_eager(model, sample):
-    model.set_attn_implementation("eager")
-    return export(model, sample)
-
-
-WAYS = {"exported": export, "compiled": compiled, "exported, eager": export_eager}
-EAGER = [("luna fixed length", "short", "exported, eager"), ("mega ForMaskedLM", "long", "exported, eager")]
+WAYS = {"exported": export, "compiled": compiled}
 # One case for each model, a third of which is slow; the others are checked every week.
 ONE_EACH = [(name, [*LENGTHS][i % 2], [*WAYS][i // 2 % 2]) for i, name in enumerate(MODELS)]
+WEEKLY = [pytest.param(*case, marks=pytest.mark.exhaustive) for i, case in enumerate(ONE_EACH) if i % 3]
 
 
 def test_an_exported_program():
@@ -83,7 +78,7 @@ def test_an_exported_program():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, lengths, way", weekly_but([*ONE_EACH[::3], *EAGER], ONE_EACH + EAGER))
+@pytest.mark.parametrize("name, lengths, way", ONE_EACH[::3] + WEEKLY)
 def test_programs(name, lengths, way):
     check(WAYS[way], name, LENGTHS[lengths])
 
@@ -133,18 +128,15 @@ def exported_step(model, inputs, name, past):
 
 
 STEPS = {"compiled": compiled_step, "exported": exported_step}
-NAMES = ["cache", "past_key_values"]
-# Each family in both ways, under one of the names.
-CACHED = [(*pair, NAMES[(i + i // 2) % 2]) for i, pair in enumerate(product(decoders.FAMILIES, STEPS))]
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family, way, name", slow_but([("mega", "compiled", "past_key_values")], CACHED))
-def test_steps_with_a_cache(family, way, name, monkeypatch):
+@pytest.mark.parametrize("family, way", slow_but([("mega", "compiled")], product(decoders.FAMILIES, STEPS)))
+def test_steps_with_a_cache(family, way, monkeypatch):
     """A program of a step has the cache in its inputs and outputs, under either name."""
     # The exporter would convert Megalodon's float64 statistics to the dtype of the model, see docs/export.md.
     monkeypatch.setattr("transformers.exporters.utils.cast_leaf_tensors", lambda inputs, **_: inputs)
-    model = make(f"{family} decoder")
+    model, name = make(f"{family} decoder"), "cache" if family == "luna" else "past_key_values"
     past = model(torch.tensor([[5, 9, 4], [7, 7, 8]]), use_cache=True, logits_to_keep=1).cache
     inputs = {"input_ids": torch.tensor([[4], [5]])}
     step = STEPS[way](model, inputs, name, copy.deepcopy(past))
@@ -158,13 +150,10 @@ def test_steps_with_a_cache(family, way, name, monkeypatch):
 
 # Lengths that a chunk divides or does not divide, lengths below a chunk and below l, and a batch of one sequence.
 SHAPES = [(2, 17), (1, 19), (2, 16), (3, 5), (1, 3)]
-COUNTED = ["mega laplace chunks", "luna decoder", "luna seq2seq", "mega: laplace chunks", "megalodon decoder"]
-# Model and whether it is trained; one case of each kind is slow, and the others are checked every week.
-COMPILED = [("mega laplace chunks", True), ("luna decoder", False)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, training", weekly_but(COMPILED, product(COUNTED, [False, True])))
+@pytest.mark.parametrize("name, training", [("mega laplace chunks", True), ("luna decoder", False)])
 def test_two_programs_serve_all_lengths(name, training):
     torch.compiler.reset()
     counter, model = CompileCounter(), make(name).train(training)
@@ -182,13 +171,8 @@ def test_two_programs_serve_all_lengths(name, training):
     assert counter.frame_count <= 2
 
 
-GENERATING = product(["mega: laplace chunks", "luna decoder", "megalodon decoder"], ["dynamic", "static"])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, cache", weekly_but([("mega: laplace chunks", "dynamic"), ("luna decoder", "static")], GENERATING)
-)
+@pytest.mark.parametrize("name, cache", [("mega: laplace chunks", "dynamic"), ("luna decoder", "static")])
 def test_a_compiled_model_generates_the_same_tokens(name, cache):
     torch.compiler.reset()
     counter, model = CompileCounter(), make(name)

@@ -85,11 +85,6 @@ def numbers_of(name):
     return [hashlib.sha256(names.encode()).hexdigest()[:12], *numbers]
 
 
-def build():
-    """Return all tables."""
-    return {x.__name__: x() for x in (signatures, configurations, presets, members)}
-
-
 def _one_line_each(tables):
     texts = []
     for name, table in tables.items():
@@ -128,4 +123,5 @@ def test_members(name):
 
 
 if __name__ == "__main__":
-    TABLES.write_text(_one_line_each(build()), encoding="utf-8")
+    tables = {x.__name__: x() for x in (signatures, configurations, presets, members)}
+    TABLES.write_text(_one_line_each(tables), encoding="utf-8")

@@ -1,19 +1,16 @@
 """Every class with a loss, with Trainer's defaults and the tokenizers of other models.
 
-A model trains for two steps and is saved by Trainer. The folder gives the same logits with and without the package, and
-steps of a decoder equal the entire sequence before and after training.
+A model trains for two steps and is saved by Trainer. The folder gives the same logits, and steps of a decoder equal the
+entire sequence. `tests/hub` loads folders without the package.
 """
 
 import copy
-import functools
-import pickle
 from itertools import product
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
-    AutoTokenizer,
     BertTokenizer,
     DataCollatorForLanguageModeling,
     DataCollatorForMultipleChoice,
@@ -27,10 +24,6 @@ from transformers import (
     TrainingArguments,
 )
 
-import luna_mega
-from luna_mega._register import auto_classes
-from luna_mega.modeling_common.configuration import CODE_FOLDER
-from tests.hub.client import Client, check_outputs, lists, outputs
 from tests.marks import diagonal, slow_but
 from tests.modeling import contract
 
@@ -44,59 +37,40 @@ def bert():
     return BertTokenizer(vocab={word: index for index, word in enumerate(words)})
 
 
-def fast(words, **special):
-    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=special["unk"]))
+def fast(*words, bos, eos, unk, **special):
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=unk))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    end = special["eos"]
-    ids = [(token, words.index(token)) for token in {special["bos"], end}]
-    backend.post_processor = processors.TemplateProcessing(single=f"{special['bos']} $A {end}", special_tokens=ids)
-    names = {f"{name}_token": token for name, token in special.items()}
-    return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    ids = [(token, words.index(token)) for token in {bos, eos}]
+    backend.post_processor = processors.TemplateProcessing(single=f"{bos} $A {eos}", special_tokens=ids)
+    names = {"bos_token": bos, "eos_token": eos, "unk_token": unk, "mask_token": "<mask>"}
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **names, **special)
 
 
 def roberta():
     words = ["<s>", "<pad>", "</s>", "<unk>", *WORDS, "<mask>"]
-    return fast(words, bos="<s>", eos="</s>", pad="<pad>", unk="<unk>", mask="<mask>")
+    return fast(*words, bos="<s>", eos="</s>", unk="<unk>", pad_token="<pad>")
 
 
-def without_padding():
+def gpt2(**special):
     """Return a tokenizer as GPT-2's: the last id begins and ends texts, and none is padding."""
     end = "<|endoftext|>"
-    return fast(["<mask>", *WORDS, end], bos=end, eos=end, unk=end, mask="<mask>")
+    return fast("<mask>", *WORDS, end, bos=end, eos=end, unk=end, **special)
 
 
-def pads_with_end():
-    tokenizer = without_padding()
-    tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
-def of_a_dictionary():
-    """Return a tokenizer of fairseq: its dictionary lacks some words, and a token was added."""
-    words = ["<s>", "<pad>", "</s>", "<unk>", *WORDS]
-    backend = Tokenizer(
-        models.WordLevel({word: at for at, word in enumerate([*words, "no", "nor"])}, unk_token="<unk>")
-    )
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    return luna_mega.LunaTokenizer(tokenizer_object=backend, dictionary_size=len(words), mask_token="<mask>", **special)
-
-
-TOKENIZERS = {"0": bert, "1": roberta, "end": pads_with_end, "added": without_padding}
+TOKENIZERS = {"0": bert, "1": roberta, "end": lambda: gpt2(pad_token="<|endoftext|>"), "added": gpt2}
 CLASSES = [name for name in contract.CLASSES if not name.endswith("Model")]
 FAST, PAIRS = diagonal(CLASSES, TOKENIZERS), [*product(CLASSES, TOKENIZERS)]
 
 
 def collator_of(head, model, tokenizer):
     """Return the collator that a user of the class chooses; None = Trainer's default."""
-    return {
-        "MaskedLM": lambda: DataCollatorForLanguageModeling(tokenizer),
-        "CausalLM": lambda: DataCollatorForLanguageModeling(tokenizer, mlm=False),
-        "ConditionalGeneration": lambda: DataCollatorForSeq2Seq(tokenizer, model=model),
-        "TokenClassification": lambda: DataCollatorForTokenClassification(tokenizer),
-        "MultipleChoice": lambda: DataCollatorForMultipleChoice(tokenizer),
-        "SequenceClassification": lambda: DataCollatorWithPadding(tokenizer),
-    }.get(head, lambda: None)()
+    if head.endswith(("MaskedLM", "CausalLM")):
+        return DataCollatorForLanguageModeling(tokenizer, mlm=head == "MaskedLM")
+    if head == "ConditionalGeneration":
+        return DataCollatorForSeq2Seq(tokenizer, model=model)
+    kinds = {"TokenClassification": DataCollatorForTokenClassification}
+    kinds |= {"MultipleChoice": DataCollatorForMultipleChoice, "SequenceClassification": DataCollatorWithPadding}
+    return kinds[head](tokenizer) if head in kinds else None
 
 
 def examples(head, tokenizer):
@@ -121,87 +95,32 @@ def examples(head, tokenizer):
     return rows
 
 
-def test_tokens_and_ids(tmp_path):
-    """Tokens and ids are inverse to each other, also of added tokens and in a saved folder; other words are unknown."""
-    tokenizer = of_a_dictionary()
-    tokenizer.add_tokens(["new"])
-    tokenizer.save_pretrained(tmp_path)
-    for each in (tokenizer, AutoTokenizer.from_pretrained(tmp_path), pickle.loads(pickle.dumps(tokenizer))):
-        ids = [*range(len(each))]
-        tokens = each.convert_ids_to_tokens(ids)
-        assert each.convert_tokens_to_ids(tokens) == ids and each.get_vocab() == dict(zip(tokens, ids, strict=True))
-        assert [each.convert_ids_to_tokens(i) for i in ids] == tokens and set(each.added_tokens_decoder) <= set(ids)
-        assert {token.content for token in each.added_tokens_decoder.values()} >= {"new", each.mask_token}
-        found = each("w1 new no w2", add_special_tokens=False)["input_ids"]
-        assert found == each.convert_tokens_to_ids(["w1", "new", each.unk_token, "w2"])
-        assert each.decode(found) == f"w1 new {each.unk_token} w2"
-        kept = each.convert_ids_to_tokens([*found, each.mask_token_id], skip_special_tokens=True)
-        assert kept == ["w1", "new", "w2"] and each.decode(found[0]).strip() == "w1"
-    with pytest.raises(ValueError, match="the folder has no tokenizer"):
-        luna_mega.LunaTokenizer()
-
-
-def check_steps(model):
-    """Check that a decoder computes the same logits token by token as for the entire sequence."""
-    contract.check_division(copy.deepcopy(model).double().eval(), contract.Division((1,) * 9, (9, 4)))
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Return a function that trains a pair of `PAIRS` once; it returns the model, its folder and a batch."""
-
-    @functools.cache
-    def train(name, pad):
-        tokenizer, member = TOKENIZERS[pad](), contract.CLASSES[name]
-        model, head = member.make(torch.float32, vocab_size=len(tokenizer)), member.head.removeprefix("For")
-        if pad == "added":
-            tokenizer.add_special_tokens({"pad_token": "[PAD]"})
-            model.resize_token_embeddings(len(tokenizer))
-        if model.config.is_encoder_decoder and pad == "0":  # as T5 and Marian do
-            model.config.decoder_start_token_id = tokenizer.pad_token_id
-        if member.head in contract.DECODERS:
-            check_steps(model)
-        folder, rows = tmp_path_factory.mktemp("run"), examples(head, tokenizer)
-        trainers = {True: (Seq2SeqTrainer, Seq2SeqTrainingArguments), False: (Trainer, TrainingArguments)}
-        kind, options = trainers[model.config.is_encoder_decoder]
-        arguments = options(str(folder), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True)
-        collator = collator_of(head, model, tokenizer)
-        trainer = kind(model, arguments, collator, train_dataset=rows, processing_class=tokenizer)
-        assert trainer.args.optim == "adamw_torch_fused"
-        before = {name: value.clone() for name, value in model.named_parameters()}
-        trainer.train()
-        assert any(not torch.equal(value, before[name]) for name, value in model.named_parameters())
-        predictions = trainer.predict(rows[:3]).predictions  # without the cache
-        assert all(len(x) == 3 for x in (predictions if isinstance(predictions, tuple) else [predictions]))
-        torch.manual_seed(0)  # of the masked tokens
-        batch = trainer.data_collator(rows[3:6])
-        return model.eval(), folder / "checkpoint-2", {name: value for name, value in batch.items() if name != "idx"}
-
-    return train
-
-
 @pytest.mark.parametrize(("name", "pad"), slow_but(FAST, PAIRS))
-def test_saved_folders_compute_the_same(name, pad, trained):
-    model, folder, batch = trained(name, pad)
-    again = type(model).from_pretrained(folder)
+def test_training(name, pad, tmp_path):
+    tokenizer, member = TOKENIZERS[pad](), contract.CLASSES[name]
+    model, head = member.make(torch.float32, vocab_size=len(tokenizer)), member.head.removeprefix("For")
+    if pad == "added":
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        model.resize_token_embeddings(len(tokenizer))
+    if model.config.is_encoder_decoder and pad == "0":  # as T5 and Marian do
+        model.config.decoder_start_token_id = tokenizer.pad_token_id
+    rows = examples(head, tokenizer)
+    trainers = {True: (Seq2SeqTrainer, Seq2SeqTrainingArguments), False: (Trainer, TrainingArguments)}
+    kind, options = trainers[model.config.is_encoder_decoder]
+    arguments = options(str(tmp_path), max_steps=2, use_cpu=True, report_to="none", disable_tqdm=True)
+    collator = collator_of(head, model, tokenizer)
+    trainer = kind(model, arguments, collator, train_dataset=rows, processing_class=tokenizer)
+    assert trainer.args.optim == "adamw_torch_fused"
+    before = copy.deepcopy(dict(model.named_parameters()))
+    trainer.train()
+    assert any(not torch.equal(value, before[name]) for name, value in model.named_parameters())
+    predictions = trainer.predict(rows[:3]).predictions  # without the cache
+    assert all(len(x) == 3 for x in (predictions if isinstance(predictions, tuple) else [predictions]))
+    batch = {name: x for name, x in trainer.data_collator(rows[3:6]).items() if name != "idx"}
+    again = type(model).from_pretrained(tmp_path / "checkpoint-2")
     with torch.no_grad():
-        ours, theirs = model(**batch), again(**batch)
+        ours, theirs = model.eval()(**batch), again(**batch)
     assert ours.loss.isfinite() and not again.training
     torch.testing.assert_close(dict(theirs.items()), dict(ours.items()))
-    if contract.CLASSES[name].head in contract.DECODERS:
-        check_steps(model)
-
-
-@pytest.mark.parametrize("pairs", [FAST, pytest.param(PAIRS, marks=pytest.mark.slow)], ids=["fast", "all"])
-def test_saved_folders_without_the_package(pairs, trained, tmp_path):
-    """One process without the package loads all folders."""
-    client = Client("http://127.0.0.1:9", tmp_path, package=False)
-    for name, pad in pairs:
-        model, folder, batch = trained(name, pad)
-        classes = {kind: auto for auto, kind in auto_classes(type(model.config)).items()}
-        # SequencePairClassification has no Auto class.
-        own = f"{CODE_FOLDER}/auto_{model.config.model_type}.{type(model).__name__}"
-        auto_class = classes.get(type(model), own)
-        result = client(outputs, folder, auto_class, lists(batch), trust_remote_code=True)
-        check_outputs(result, model, batch)
-    client.pool.shutdown()
+    if member.head in contract.DECODERS:
+        contract.check_division(model.double(), contract.Division((1,) * 9, (9, 4)))
