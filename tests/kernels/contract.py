@@ -150,7 +150,7 @@ class Inputs:
                 self.leaves |= {"key_mean": self.leaves["key_mean"] * real[:, None]}
                 self.leaves |= {"value_mean": self.leaves["value_mean"] * real[..., None]}
         if case.stateful and {"mean", "key_mean"} & self.leaves.keys():
-            self.tensors["count"] = torch.tensor([7, 0, 1_000_000])[: self.batch]
+            self.tensors["count"] = torch.tensor([7, 0, 1_000_000, 5])[: self.batch]
         drawn = torch.rand(len(self.leaves), generator=generator) < (2.0 if case.seed is None else 0.5)
         chosen = [key for key, is_chosen in zip(self.leaves, drawn.tolist(), strict=True) if is_chosen]
         self.chosen = chosen or list(self.leaves)[-1:]  # the tensors that require gradients
