@@ -286,7 +286,7 @@ def _gated(s, step=False, chunk=None, masked=False, padding_free=False, place=No
 
 
 class Operator(NamedTuple):
-    """What an operator supports.
+    """The options, layouts and inputs of an operator.
 
     Args:
         make: function of `Sizes`, of options and of `stateful`, which returns a call.

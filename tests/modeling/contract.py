@@ -182,7 +182,7 @@ def side_of(name: str) -> str:
 
 
 def mask_of(name: str) -> str | None:
-    """Return the name of the mask of an input, or None if it has none of its own."""
+    """Return the name of the mask of an input, or None if it has no mask."""
     kind = next((kind for kind in ("input_ids", "input_values", "inputs_embeds") if name.endswith(kind)), None)
     return kind and name.replace(kind, "attention_mask")
 

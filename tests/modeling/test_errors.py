@@ -89,7 +89,7 @@ SHAPE = r"must have the shape \[2, 5\]"
 VALUES = "attention_mask` has values from"
 VALUED, BANDS = {"input_type": "values"}, contract.ADAPTIVE
 
-# What is wrong: the classes, the message, the call, and fields of the configuration, if any.
+# Faults: the classes, the message, the call, and fields of the configuration, if any.
 INPUTS = {
     "no row": (READERS, "batch is empty: 0 sequences", call(input_ids=ones(0, 5), attention_mask=None)),
     "no column": (READERS, "2 sequences of length 0", call(input_ids=ones(2, 0), attention_mask=None)),
@@ -269,7 +269,7 @@ def test_error(row):
 CAUSAL_FIELDS = {"is_decoder": True, "pooling": "cls"}
 OF_SEQUENCES = ("ForSequenceClassification", "ForSequencePairClassification", "ForMultipleChoice")
 OF_TOKENS = ("ForMaskedLM", "ForMultipleChoice", "ForQuestionAnswering")
-# What is wrong with a class and a configuration: the families, the classes, the fields, and the message.
+# Faults of a class and a configuration: the families, the classes, the fields, and the message.
 NEW = [
     (("luna",), OF_TOKENS, luna.VALUES, "Luna{head} needs input_type='tokens', got 'values'"),
     (("mega",), OF_TOKENS, mega.VALUES, "Mega{head} needs input_type='tokens', got 'values'"),

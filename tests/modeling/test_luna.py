@@ -1,4 +1,4 @@
-"""What only Luna has: P as an input, an output and a memory; layers with rows of P; the first token."""
+"""Luna alone: P as an input, an output and a memory; layers with rows of P; the first token."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""What only Mega has: norms, adaptive vocabularies, dropout of features, and recorded weights."""
+"""Mega alone: norms, adaptive vocabularies, dropout of features, and recorded weights."""
 
 import pytest
 import torch

@@ -59,7 +59,7 @@ def test_first_position_of_a_folder(stored, tmp_path):
 @torch.no_grad()
 @ENCODED
 def test_targets_that_start_with_padding(family):
-    """As those of T5 and Marian: the start token is no padding, wherever the mask is inferred."""
+    """The start token of T5 and Marian is the padding token; an inferred mask keeps it."""
     model = make_plain(family, is_encoder_decoder=True, pad_token_id=1, decoder_start_token_id=2, eos_token_id=None)
     for side in (model.get_encoder(), model.get_decoder()):
         side.get_input_embeddings().weight[1] = side.get_input_embeddings().weight[2]
