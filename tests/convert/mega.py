@@ -54,7 +54,7 @@ def relative_bias(rotary, chunk):
     return {"rel_pos_bias": torch.randn(2 * (chunk if (chunk or 0) > 0 else POSITIONS) - 1)}
 
 
-# What determines the tensors of a text model; other fields are args.
+# Fields that determine the tensors of a text model; other fields are args.
 SETTINGS = {"values": False, "norm_type": "layernorm", "prenorm": False, "embed_norm": False, "rotary": False}
 SETTINGS |= {"chunk": -1, "ffn": True, "classes": 2, "towers": 1, "depth": 1}
 

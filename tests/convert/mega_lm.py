@@ -46,8 +46,8 @@ def _adaptive_softmax(model, s):
     return found
 
 
-# What determines the tensors: `cutoffs` belong to an adaptive input, `softmax` to an adaptive softmax; other fields are
-# args.
+# Fields that determine the tensors: `cutoffs` belong to an adaptive input, `softmax` to an adaptive softmax.
+# Other fields are args.
 SETTINGS = {"size": WIDTH, "cutoffs": None, "softmax": None, "factor": 2, "softmax_factor": 2, "tied": False}
 SETTINGS |= {"tied_proj": False, "norm_type": "layernorm", "prenorm": True, "affine": True, "embed_norm": False}
 SETTINGS |= {"rotary": True, "chunk": 8, "ffn": True}

@@ -139,7 +139,7 @@ def zipped(content, name="model/data.pkl"):
     return file.getvalue()
 
 
-# Where a random body is in a pickle: everything, the architecture, a tensor.
+# Places of a random body in a pickle: the entire file, the architecture, a tensor.
 PICKLES = [b"\x80\x02%b.", fields(b"}", b"%b"), fields(b"}X\x01\x00\x00\x00w%bs", b"N")]
 
 

@@ -114,7 +114,7 @@ def test_averages_of_checkpoints(script, checkpoints):
 
 @pytest.mark.slow
 def test_scores_translations_and_averages(run, script, tmp_path, capsys):
-    """A model learns; BLEU is that of the written translations of another test set, and the weights are a mean."""
+    """A model learns, its weights are averaged, and BLEU equals the score of the written translations."""
     other, out = write(make_pairs(20), tmp_path / "more" / "test.jsonl"), tmp_path / "out"
     often = ["--eval_strategy", "steps", "--eval_steps", 80, "--save_steps", 80, "--max_steps", 160, "--do_eval"]
     first = run(*TRAIN, *often, "--do_predict", "--test_paths", other, "--average_checkpoints", 2)

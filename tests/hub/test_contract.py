@@ -145,7 +145,7 @@ def releases(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(("release", "name"), LOADED)
 def test_folder_of_an_earlier_release(releases, release, name, stranger, tmp_path):
-    """The package loads it; the code of a bundle may require earlier versions, and that of a new bundle does not."""
+    """The package loads an old folder. Its saved code may require earlier versions; renewed code does not."""
     folder = shutil.copytree(releases / release / name, tmp_path / f"{release[:3]}_{name}".replace(".", ""))
     content = json.loads((folder / "outputs.json").read_text(encoding="utf-8"))
     call = folder, AUTO_CLASSES["For" + content["class"].partition("For")[2]], content["inputs"]

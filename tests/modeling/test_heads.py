@@ -1,4 +1,4 @@
-"""What the contract cannot say of heads: pooling by hand, kinds of labels, and scores at padding."""
+"""Properties of heads that no row expresses: pooling by hand, kinds of labels, and scores at padding."""
 
 import pytest
 import torch

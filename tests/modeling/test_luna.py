@@ -1,4 +1,4 @@
-"""Luna alone: P as an input, an output and a memory; layers with rows of P; the first token."""
+"""Features of Luna without a row: P as an input, an output and a memory; layers with rows of P; the first token."""
 
 import copy
 import pickle

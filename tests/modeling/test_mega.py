@@ -1,4 +1,4 @@
-"""Mega alone: norms, adaptive vocabularies, dropout of features, and recorded weights."""
+"""Features of Mega without a row: norms, adaptive vocabularies, dropout of features, and recorded weights."""
 
 import pytest
 import torch
@@ -121,7 +121,7 @@ DECODER = {"hidden_size": 16, "initializer_range": 0.3, "scale_embedding": True,
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adaptive_vocabularies(kind, tmp_path):
-    """Logits are log-probabilities, the loss is that of the labels, and words have one set of weights if tied."""
+    """Logits are log-probabilities, the loss equals theirs at the labels, and tied words share their weights."""
     model, ids = mega_decoders.make(vocab_size=40, **DECODER | KINDS[kind]), torch.randint(3, 40, (2, 12))
     labels = ids.clone()
     labels[0, 3:6] = -100
