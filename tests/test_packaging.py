@@ -182,8 +182,8 @@ def test_a_damaged_library_is_not_loaded(tmp_path):
         pytest.skip("there is no C library")
     library, damaged = file.read_bytes(), tmp_path / "_native.so"
     assert native.load(file)[0] is not None
-    # The loader maps a truncated file into memory without an error, but reading its end raises SIGBUS. The header of the
-    # other file names a processor that does not exist.
+    # The loader maps a truncated file into memory without an error, but reading its end raises SIGBUS. The header of
+    # the other file names a processor that does not exist.
     for content in (library[: len(library) // 2], library[:18] + b"\xfe\xfe" + library[20:]):
         damaged.write_bytes(content)
         found, reason = native.load(damaged)
