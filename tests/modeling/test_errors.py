@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.distributed import DistributedConfig
 
 from tests.modeling import contract, decoders, luna, mega
 from tests.modeling.contract import CLASSES, Member
@@ -74,6 +75,10 @@ def encoded(model):
     return model.get_encoder()(**decoders.source(model, 2))
 
 
+def fused(fused_lm_head):
+    """A `forward` as that of TRL, which uses only the weight of the head."""
+
+
 def both(*ends):
     return [f"{family} {end}" for family in ("luna", "mega") for end in ends]
 
@@ -101,6 +106,9 @@ INPUTS = {
         READERS, r"must have the shape \[2, 9\] of the input, got \[2, 8\]", call(attention_mask=ones(2, 8)),
     ),
     "an unknown argument": (READERS, "(Luna|Mega) models do not support head_mask; omit", call(head_mask=zeros(2, 9))),
+    "types of fewer tokens": (
+        READERS, r"`token_type_ids` must have the shape \[2, 9\] .*, got \[2, 8\]", call(token_type_ids=ones(2, 8)),
+    ),
     "a cache": (READERS, "require a decoder", call(use_cache=True)),
     "numbers as positions": (ENCODERS, "integers, got Tensor of torch.float32", call(position_ids=torch.ones(2, 9))),
     "fewer positions": (ENCODERS, r"the shape \[2, 9\] of the input, got \[2, 8\]", call(position_ids=ones(2, 8))),
@@ -115,6 +123,15 @@ INPUTS = {
         PAIRS, "2 first inputs, but 1 second inputs",
         call(PAIRS[0].split()[1], pair_input_ids=ones(1, 9), pair_attention_mask=None),
     ),
+    "no pairs": (PAIRS, "exactly one of", call(PAIRS[0].split()[1], pair_input_ids=None)),
+    "positions of pairs": (
+        PAIRS[:1], "counted from the attention masks; omit `position_ids`",
+        call(PAIRS[0].split()[1], position_ids=ones(2, 9)),
+    ),
+    "positions without the first": (
+        ["luna ForSequenceClassification"], "`position_ids` are not supported with `drop_first_token=True`",
+        call(position_ids=ones(2, 9)), {"drop_first_token": True},
+    ),
     "no options": (CHOICES, r"input_ids \[B, options, T\].*got \[2, 9\]", call()),
     "not the three channels": (
         READERS, r"`input_values` must have the shape \[B, T, 3\]", call(input_ids=None, input_values=zeros(2, 9, 1)),
@@ -123,7 +140,12 @@ INPUTS = {
     "longer than Mega's table": (
         MEGA, "8 positions, got 9", call(), {"relative_positional_bias": "simple", "max_positions": 8},
     ),
+    "later than Mega's table": (
+        ["mega decoder"], "8 positions, got 10", lambda m: run(m, cache=filled(m)),
+        {"relative_positional_bias": "simple", "max_positions": 8},
+    ),
     "longer than the table": (LUNA, "length 49 exceeds the 48", call(lengths=(49, 3))),
+    "a flat mask": (BOTH, r"attention_mask must .* \[2, 5\] of", lambda m: run(m, mask=ones(5))),
     "another type": (CAUSAL, "no type embeddings; omit them", lambda m: run(m, token_type_ids=ones(2, 5))),
 }  # fmt: skip
 PADDING_FREE = {
@@ -134,6 +156,7 @@ PADDING_FREE = {
     "only of keys": (ENCODERS, "`cu_seq_lens_q` is missing; pass it with cu_seq_lens_k", flat(cu_seq_lens_k=BOUNDS)),
     "other keys": (ENCODERS, "`cu_seq_lens_k` differs from `cu_seq_lens_q`", flat(**TWO, cu_seq_lens_k=BOUNDS + 1)),
     "too short": (ENCODERS, "max_seqlen is 5, but a sequence has length 6", flat(**TWO, max_length_q=5)),
+    "other lengths of keys": (ENCODERS, "`max_length_k` is 7, but .* 6", flat(**TWO, max_length_q=6, max_length_k=7)),
     "a mask": (ENCODERS, "`attention_mask` .* `cu_seq_lens_q`", flat(**TWO, attention_mask=ones(1, 9))),
     "disagreement": (ENCODERS, "disagree", flat(**TWO, seq_idx=torch.tensor([[0] * 4 + [1] * 5]))),
     "states and padding": (
@@ -147,6 +170,10 @@ PADDING_FREE = {
     ),
 }  # fmt: skip
 LABELS = {
+    "no input": (
+        LABELED + both("ForSequenceClassification"), "exactly one of", call(input_ids=None, labels=ones(2, 9)),
+    ),
+    "flat labels of a target": (SEQ2SEQ, r"must have the shape \[B, T\] of a target", lambda m: m(IDS, labels=IDS[0])),
     "no end": (SPANS, "`end_positions` is missing; pass `start_positions` and", call(start_positions=RIGHT)),
     "flat labels": (LABELED, r"`labels` must have the shape \[2, 9\]", call(labels=ones(18))),
     "no ids": (LABELED, r"`labels` must .*\bids\b.*, got torch\.float32", call(labels=torch.ones(2, 9))),
@@ -161,6 +188,7 @@ LABELS = {
     "too few choices": (CHOICES, r"`labels` must have the shape \[2\]", lambda m: labels_of(m, 0, 1)),
 }  # fmt: skip
 GENERATE = {
+    "no target": (SEQ2SEQ, "`decoder_input_ids` has length 0", lambda m: generate(m, IDS[:, :0])),
     "the prompt in the cache": (BOTH, "contains 5 positions already", lambda m: generate(m, cache=filled(m))),
     "a mask of another length": (
         BOTH, r"must have the shape \[2, 5\] .*, or \[2, 7\] with the 2 positions of .*, got \[2, 9\]",
@@ -182,6 +210,7 @@ FORWARD = {
         lambda m: run(m, encoder_hidden_states=torch.randn(2, 4, 12)),
     ),
     "checkpoints": (BOTH, "gradient checkpointing runs a layer twice", lambda m: train(m, use_cache=True)),
+    "keys and values": (CAUSAL, "more than keys and values", lambda m: filled(m).update(zeros(1), zeros(1), 0)),
     "removing": (BOTH, "cannot be cropped from 5 to 4", lambda m: filled(m).crop(-1)),
 }  # fmt: skip
 TRANSLATION = {
@@ -213,6 +242,14 @@ TRANSLATION = {
     "no states": (["mega seq2seq"], "needs encoder_hidden_states", decode),
     "positions of a target": (["mega seq2seq"], "decoder_position_ids", lambda m: run(m, decoder_position_ids=IDS)),
     "narrow states": (["mega seq2seq"], r"\[1, S, 12\]", lambda m: decode(m, encoder_hidden_states=zeros(1, 3, 11))),
+    "a source after the table": (
+        ["mega seq2seq"], "10 positions, got 13", run,
+        {"relative_positional_bias": "simple", "use_chunking": True, "chunk_size": 4, "max_positions": 10},
+    ),
+    "no padding": (
+        ["mega seq2seq"], "add_cross_attention=True. does not support padding-free",
+        lambda m: m.get_decoder()(FLAT, encoder_hidden_states=zeros(1, 9, 12), use_cache=False, **TWO),
+    ),
     "a text after the table": (
         ["mega seq2seq"], "max_length=32 requires 31 .* has 6", lambda m: m.generate(IDS, max_length=32),
         {"relative_positional_bias": "simple", "max_positions": 24, "decoder_max_positions": 6},
@@ -237,6 +274,16 @@ METHODS = {
         SEQ2SEQ, "source and target have different vocabularies of 30 and 35", lambda m: m.resize_token_embeddings(40),
         {"decoder_vocab_size": 35},
     ),
+    "several devices": (
+        EVERY, "does not support tensor parallelism",
+        lambda m: m.maybe_distribute_model(m, DistributedConfig(tp_size=2), None),
+    ),
+    "an odd width": (
+        MEGA, "an even width, got 13",
+        lambda m: (setattr(m.config, "shared_representation_size", 13), type(m)(m.config)), {},
+    ),
+    "a fused dense layer": (["mega decoder"], "model has a dense layer", lambda m: setattr(m, "forward", fused)),
+    "fused bands": (["mega decoder"], "model has an adaptive softmax", lambda m: setattr(m, "forward", fused), BANDS),
     "tokens before the bands": (["mega decoder"], "of this model has 30 tokens", lambda m: m(IDS - 3), BANDS),
 }  # fmt: skip
 ROWS = {f"{group}: {name}": row for group, rows in (
@@ -277,6 +324,8 @@ NEW = [
     (("luna",), OF_SEQUENCES, CAUSAL_FIELDS | {"pooling": "packed_mean"}, "pooling='packed_mean'.*'last' or 'mean'"),
     (("mega",), ("ForMaskedLM", "ForCausalLM"), {"embedding_size": 8},
      "embedding_size=(24|12), .* got 8; or pass tie_word_embeddings=False"),
+    (("mega",), ("ForCausalLM",), {"is_decoder": False, "bidirectional": True}, "with is_decoder=True and bidir"),
+    (("luna", "mega"), ("Model",), {"is_encoder_decoder": True}, "is an encoder or a decoder, but"),
     (("luna",), ("ForCausalLM",), {"add_cross_attention": True}, "use LunaForConditionalGeneration"),
 ]  # fmt: skip
 

@@ -41,6 +41,10 @@ def test_images_of_another_size(model):
     torch.testing.assert_close(model(pixel_values=own, interpolate_pos_encoding=True).logits, expected)
     patches = model.mega.get_input_embeddings()(own)
     torch.testing.assert_close(model(None, inputs_embeds=patches).logits, expected)
+    mask, dirty = torch.arange(32).view(2, 16) % 5 != 2, own.clone()
+    dirty[0, :, :8, 16:24] = dirty[1, 1, 0, 8] = torch.nan  # patches that the mask drops
+    masked = [model(pixel_values=x, attention_mask=mask).logits for x in (own, dirty)]
+    assert torch.equal(*masked) and not torch.allclose(masked[0], expected)
     for height, width in ((48, 32), (16, 24), (8, 8)):
         pictures = torch.randn(2, 3, height, width, requires_grad=True)
         logits = model(pixel_values=pictures, interpolate_pos_encoding=True).logits
@@ -87,6 +91,7 @@ WRONG = [
     ("not a multiple of `patch_size` 8",
      {"pixel_values": torch.zeros(2, 3, 32, 36), "interpolate_pos_encoding": True}),
     ("images do not support padding-free batches", PIXELS | {"position_ids": torch.tensor([[0, 1] * 8] * 2)}),
+    (r"`labels` must have the shape \[2\]", PIXELS | {"labels": torch.zeros(3).long()}),
     ("have 9 positions, but images of this model have 16 patches", {"inputs_embeds": torch.zeros(2, 9, 16)}),
 ]  # fmt: skip
 

@@ -92,10 +92,12 @@ def test_targets_that_start_with_padding(family):
 @ENCODED
 def test_sides_follow_the_model(family):
     """Token ids are those of the model, also if they are changed in one side; copies have sides of their own."""
-    model = make_plain(family, is_encoder_decoder=True)
+    model = make_plain(family, is_encoder_decoder=True, decoder_vocab_size=35)
     copied = copy.deepcopy(model)
     model.get_encoder().config.eos_token_id = [7, 8]
-    model.config.get_text_config().bos_token_id = 3  # as Trainer does
+    text = model.config.get_text_config()
+    assert (text.vocab_size, model.config.vocab_size) == (35, 30)
+    text.bos_token_id = 3  # as Trainer does
     copied.config.pad_token_id = 9
     for network, expected in ((model, (1, 3, [7, 8])), (copied, (9, 0, 2))):
         for config in (network.config, network.get_encoder().config, network.get_decoder().config):
