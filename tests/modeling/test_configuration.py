@@ -75,6 +75,7 @@ SHARED = [
 TOGETHER = {
     "luna": [
         ({"pool_padding": True}, "pool_padding"),
+        ({"pool_padding": True, "pooling": "mean", "unpad_inputs": True}, "unpad_inputs=True does not compute"),
         ({"hidden_size": 2, "num_attention_heads": 1, "position_embedding_type": "sinusoidal"}, "hidden_size.*2"),
         ({"contextual_projection": True, "is_decoder": True}, "contextual_projection.*True"),
         ({"embedding_size": 8, "is_decoder": True}, "embedding_size.*8"),
@@ -220,6 +221,9 @@ def test_configurations_of_users(tmp_path):
         plain(hidden_dropout_prob=0.3, dropout=0.2)
     assert Own(hidden_dropout_prob=0.3).dropout == 0.15
     luna.tiny_config(projection_length=7).save_pretrained(tmp_path)  # folders of the base type
+    for kind in (LunaConfig, plain):
+        kind.register_for_auto_class()
+        assert kind._auto_class == (None if kind is LunaConfig else "AutoConfig")
     config = plain.from_pretrained(tmp_path)
     assert (config.model_type, config.projection_length) == ("own_luna", 7)
 

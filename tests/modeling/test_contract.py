@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, strategies as st
+from hypothesis import example, given, strategies as st
 
 from luna_mega.kernels.api import use_backend
 from tests.marks import diagonal, slow_but
 from tests.modeling import contract, decoders
-from tests.modeling.contract import MEMBERS, Batch
+from tests.modeling.contract import MEMBERS, Batch, Member
 
 FAST = [name for name in MEMBERS if name not in decoders.DECODERS or name in decoders.SOME]
 TOKENS = [name for name, member in MEMBERS.items() if member.has_token_results]
@@ -24,6 +24,11 @@ def test_padding_free(name, layout):
 
 
 @given(contract.encoders(), contract.batches(contract.PADDED), st.sampled_from(contract.WAYS))
+@example(MEMBERS["luna sparse"], Batch("left"), "checkpointed")
+@example(Member("luna", "ForSequenceClassification", {"pooling": "packed_max"}), Batch("gaps"), "dense")
+@example(Member("luna", "ForMaskedLM", {"chunk_size_feed_forward": 1}), Batch("right"), "dense")
+@example(MEMBERS["luna Model"], Batch("inferred", (4, 4), 0), "unpadded")
+@example(Member("mega", "Model", {"max_positions": 9}), Batch("right", (0, 0)), "unpadded")
 def test_random_encoders(member, batch, way):
     contract.check_batch(member, batch, way)
 

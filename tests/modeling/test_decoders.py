@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 
@@ -34,6 +34,8 @@ def test_cached_is_uncached(name, division, side):
 
 
 @given(contract.language_models(), contract.divisions())
+@example(MEMBERS["mega decoder"], Division((4, 1, 1, 1), (7, 7), static=1))
+@example(MEMBERS["mega decoder"], Division((4, 2, 1), (6, 3), changes={1: "reorder"}))
 def test_random_decoders(member, division):
     contract.check_division(member.make(), division)
 
@@ -141,6 +143,7 @@ def test_defaults_names_and_methods_of_a_cache(family, with_encoder):
     assert model(**inputs, use_cache=True).cache is not None
     cache.reset()
     parts = [own_cache(cache), *([cache.cross_attention_cache] if with_encoder else [])]
+    assert (cache.get_mask_sizes(2, 0), cache.get_max_length()) == ((2, 0), -1)
     assert cache.get_seq_length() == 0 and not any(layer.tensors for part in parts for layer in part.layers)
     torch.testing.assert_close(model(**inputs, cache=cache).logits, model(**inputs).logits)
 

@@ -21,7 +21,7 @@ BY_HAND = {
 CAUSAL = {"is_decoder": True}
 POOLINGS = [("luna", {"pooling": pooling}) for pooling in luna.POOLINGS]
 POOLINGS += [("mega", {"pooling": pooling}) for pooling in ("cls", "last", "mean")]
-POOLINGS += [("luna", CAUSAL | {"pooling": "mean"}), ("mega", CAUSAL | {"pooling": "last"})]
+POOLINGS += [("luna", CAUSAL | {"pooling": "mean"}), ("mega", CAUSAL | {"pooling": "last", "pad_token_id": None})]
 
 
 @torch.no_grad()

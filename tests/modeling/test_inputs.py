@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForMaskedLM
 
 from tests.modeling import decoders, luna, mega
-from tests.modeling.contract import CLASSES, MEMBERS, Batch, collate, soil
+from tests.modeling.contract import CLASSES, MEMBERS, Batch, collate, on_device, soil
 
 FAMILIES = {"luna": luna, "mega": mega}
 family = pytest.mark.parametrize("family", [luna, mega], ids=["luna", "mega"])
@@ -92,6 +92,8 @@ def test_mega_uses_positions_of_the_mask(name):
     positions, expected = mask.cumsum(dim=1) - 1, model(ids, mask).logits
     for given in (positions, positions.masked_fill(mask == 0, 1), positions.masked_fill(mask == 0, -7)):
         assert model(ids, mask, position_ids=given).logits.equal(expected)
+    with on_device():
+        assert model(ids, mask, position_ids=positions + 1).logits.equal(expected)
     with pytest.raises(ValueError, match="`position_ids` differ from the positions of `attention_mask`"):
         model(ids, mask, position_ids=positions + 1)
     for second in (mask, mask[:, 6:]):
@@ -117,6 +119,7 @@ def test_channels(family, tmp_path):
     name = next(name for name in weights if name.endswith("value_embeddings.weight"))
     three.load_state_dict(weights | {name: weights[name][:, None].expand(-1, 3)})
     torch.testing.assert_close(three(input_values=values).logits, expected)
+    assert type(three.config).from_dict(three.config.to_dict()).num_channels == 3
     embedding = three.get_submodule(name.removesuffix(".weight"))
     torch.testing.assert_close(three(inputs_embeds=embedding(values)).logits, expected)
     one.save_pretrained(tmp_path)

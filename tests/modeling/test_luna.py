@@ -179,7 +179,7 @@ def test_segments_of_a_document(variant):
 
 @pytest.mark.parametrize(("segments", "reached"), [(None, [0, 1, 2, 3]), (1, [3]), (2, [2, 3]), (3, [3])])
 def test_gradient_reaches_the_chosen_segments(segments, reached):
-    model = luna.make("Model", **FIXED)
+    model = luna.make("Model", **FIXED, pad_token_id=None)
     ids = torch.arange(4, 20).view(1, 16)  # all tokens differ, so that gradients identify their positions
     last(model, ids, segment_length=4, gradient_segments=segments).square().sum().backward()
     moved = model.get_input_embeddings().weight.grad[4:20].abs().sum(dim=1).view(4, 4) > 0

@@ -127,6 +127,7 @@ def test_adaptive_vocabularies(kind, tmp_path):
     labels[0, 3:6] = -100
     log_probabilities = model(ids).logits
     torch.testing.assert_close(log_probabilities.exp().sum(-1), torch.ones(2, 12).double())
+    assert model.get_output_embeddings() is None  # it has several layers
     output = model(ids, labels=labels)
     assert output.logits is None
     counted = labels[:, 1:] != -100

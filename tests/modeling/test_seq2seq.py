@@ -20,6 +20,7 @@ def model(request):
         ("luna", {}, 1),
         ("mega", {"share_encoder_decoder_embeddings": False}, 2),
         ("luna", {"decoder_vocab_size": 35}, 2),
+        ("mega", {"decoder_vocab_size": 30}, 1),
         ("mega", {"tie_word_embeddings": False}, 3),
     ],
 )
