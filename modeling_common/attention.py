@@ -93,8 +93,6 @@ class KeyValueCacheLayer(StateLayer):
         chunk_size, seen = self._chunk, self.seen
         if not self.is_static:
             self._make_room(keys, values, seen + 1)
-        elif mask is None:
-            mask = torch.ones(len(keys), 1, dtype=torch.bool, device=keys.device)
         column: Any = seen if mask is None else self.position
         if chunk_size is not None:
             column = column % chunk_size

@@ -360,10 +360,10 @@ def keeps_cache(model: CommonPreTrainedModel) -> bool:
 
 
 def begin_cache(model: CommonPreTrainedModel, cache: Cache | None, use_cache: bool | None) -> Cache | None:
-    """Return the cache that a forward pass of an encoder or a decoder reads and updates, or None.
+    """Return the cache that a forward pass of a decoder reads and updates, or None.
 
     Args:
-        model: the encoder or decoder without a head.
+        model: the model without a head; an encoder only if a cache is passed or requested.
         cache: the cache that was passed, or None.
         use_cache: whether to create a cache if `cache` is None; None = see `keeps_cache`.
 
@@ -372,12 +372,10 @@ def begin_cache(model: CommonPreTrainedModel, cache: Cache | None, use_cache: bo
     """
     config = model.config
     if not config.is_decoder:
-        if cache is not None or use_cache:
-            raise ValueError(
-                "`cache` and `use_cache=True` require a decoder (is_decoder=True), because the outputs of an "
-                f"encoder depend on later positions; omit them; {_PREFIX_TUNING}"
-            )
-        return None
+        raise ValueError(
+            "`cache` and `use_cache=True` require a decoder (is_decoder=True), because the outputs of an encoder "
+            f"depend on later positions; omit them; {_PREFIX_TUNING}"
+        )
     if cache is not None:
         fill_cache(model, cache)
     check_class(model, cache)

@@ -145,7 +145,7 @@ INPUTS = {
         {"relative_positional_bias": "simple", "max_positions": 8},
     ),
     "longer than the table": (LUNA, "length 49 exceeds the 48", call(lengths=(49, 3))),
-    "a flat mask": (BOTH, r"attention_mask must .* \[2, 5\] of", lambda m: run(m, mask=ones(5))),
+    "a flat mask": (BOTH, r"attention_mask must .* \[2, 5\] of", lambda m: run(m, mask=ones(5), cache=filled(m))),
     "another type": (CAUSAL, "no type embeddings; omit them", lambda m: run(m, token_type_ids=ones(2, 5))),
 }  # fmt: skip
 PADDING_FREE = {

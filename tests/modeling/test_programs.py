@@ -75,6 +75,8 @@ WEEKLY = [pytest.param(*case, marks=pytest.mark.exhaustive) for i, case in enume
 
 def test_an_exported_program():
     check(export, "luna decoder", LENGTHS["short"])
+    model, ids = make("luna tied"), torch.randint(4, 23, (2, 9))
+    torch.testing.assert_close(export(model, {"input_ids": ids[:, :4].clone()})(input_ids=ids)[0], model(ids)[0])
 
 
 @pytest.mark.slow

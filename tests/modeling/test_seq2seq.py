@@ -9,7 +9,7 @@ from tests.modeling.contract import soil
 from tests.modeling.decoders import SOME, TRANSLATING, WITH_ENCODER, make, make_plain, padded, source
 
 
-@pytest.fixture(params=[name for name in WITH_ENCODER if name in SOME])
+@pytest.fixture(params=[name for name in WITH_ENCODER if name in SOME or "fixed length" in name])
 def model(request):
     return make(request.param)
 
