@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from luna_mega import MegalodonConfig
 from luna_mega.convert import ConversionError, convert_checkpoint
+from luna_mega.convert.formats.registry import is_checkpoint
 from tests.convert.contract import check_message, weights
 from tests.convert.folders import edit, identical
 from tests.convert.megalodon import MODEL, PIECES, folder, pieces, state
@@ -40,6 +41,7 @@ BYTES = [*PIECES, ("<0x0A>", 0.0, 6), ("<0xC3>", 0.0, 6), ("<0xA9>", 0.0, 6), ("
 TOKENIZERS = [
     (PIECES, {}, 256, "a  bca", [1, 3, 5, 4, 6], "a bca", (1, 2, 9)),
     (PIECES, {}, 256, "</s>", [1, 5, 0], "", (1, 2, 9)),  # text that looks like a special token is ordinary text
+    ([*PIECES, ("<pad>", -9.0, 1)], {"normalizer": b"\x18\x00"}, 256, "abc", [1, 6, 4], "abc", (1, 2, 10)),
     (XYZ, {}, 256, "bc", [9, 5, 4], "bc", (9, 10, 11)),
     (BYTES, {"byte_fallback": 1, "normalizer": b"\x20\x00"}, 0,
      " a\n\u00e9bbbc", [1, 5, 3, 9, 10, 11, 12, 4], " a\n\u00e9bbbc", (1, 2, None)),
@@ -107,24 +109,29 @@ BAD = [
     (2, tensors(lambda x: [tensor.add_(1) for tensor in x.values()], SECOND), "not shards of one checkpoint"),
     (2, tensors(lambda x: x.update({"embed.weight": torch.zeros(9, 7)}), FIRST), "not shards of one"),
     (2, tensors(lambda x: x.pop("rope.freqs"), FIRST), f"{FIRST} lacks 'rope.freqs'"),
+    (2, tensors(lambda x: x.update({"embed.weight": torch.zeros(9)}), FIRST), "and no dimension 1"),
+    (1, lambda path: torch.save({"embed.weight": torch.zeros(9, 32)[:, :16]}, path / "consolidated.pth",
+                                _use_new_zipfile_serialization=False), "does not fit its storage"),
     (1, tensors(lambda x: x["output.final_norm.prior_count"].fill_(3)), "prior_count' is 3"),
     (1, tensors(lambda x: x["embed.weight"].fill_(torch.nan)), "NaN or Inf in 1 of"),
     (1, without("config.json"), "no config.json"),
     (1, without("consolidate_config.json"), "without consolidate"),
     (1, training, "model.ckpt.00000.pth: sharded training state (FSDP)"),
     (1, settings(rope_base=500.0), "500.0 does not fit the tensor 'rope.freqs'; they have base 10000"),
+    (1, settings(efficient_attn="flash"), "is not one of None, swift, fused"),
     (1, settings(num_heads=3), "each of the 3 heads"),
     (1, settings(sliding_window=5), "sliding_window"),
     (1, lambda path: edit(path, model=[]), "'model' does not contain"),
     (1, consolidated(dtype="int4"), "is not one of fp32, fp16, bf16"),
     (1, without("tokenizer.model"), "pass it with --bpe"),
     *((1, lambda path, x=x: edit(path, tokenizer=x), named) for x, named in (
+        ([], "is not an object"),
         ({"path": "a\x1bb"}, "tokenizer = "),
         ({"additional_vocab_size": 5}, "no multiple of 256"),
         ({"path": "tokenizer.model", "additional_vocab_size": 256}, "9 pieces and 256 additional tokens do not fit"),
     )),
     *((1, lambda path, x=x: (path / "tokenizer.model").write_bytes(x), named) for x, named in (
-        (b"no model", "not a Sentence"), (pieces(model_type=1), "of kind unigram"),
+        (b"no model", "not a Sentence"), (b"\x08" + b"\xff" * 11, "not a Sentence"), (pieces(model_type=1), "unigram"),
     )),
 ]  # fmt: skip
 
@@ -144,6 +151,7 @@ def test_folders_of_other_models(tmp_path):
     llama.mkdir()
     torch.save({"tok_embeddings.weight": torch.zeros(3, 2)}, llama / FIRST)
     (llama / "params.json").write_text('{"dim": 2}', encoding="utf-8")
+    assert is_checkpoint(source) and not is_checkpoint(llama)
     one_file = "one file of a megalodon checkpoint; pass its folder"
     for path, named in (
         (source / "consolidated.pth", one_file), (llama, "is a folder"), (llama / FIRST, "no field 'args'")

@@ -247,6 +247,7 @@ DAMAGES = {
     "the pickle": (lambda x: flip(x, 500), "entry 'model/data.pkl' has CRC-32"),
     # only in the directory is an entry's name followed by the signature of the next entry
     "moved": (lambda x: x.replace(b"model/data/1PK", b"model/data/2PK"), "at the offset in the zip directory"),
+    "a version": (lambda x: flip(x, x.index(b"PK\x01\x02") + 6, 7), "directory cannot be read: zip file version"),
     "compressed": (rewritten, "entry 'model/data.pkl' is compressed"),
     **{x: (lambda content, x=x: STARTS[x] + content, f"a {x} archive; extract it (") for x in STARTS},
     "tar": (tarred, "a tar archive; extract it ("),

@@ -67,7 +67,8 @@ class Built(NamedTuple):
 
 def dictionary_of(folder, symbols):
     """Return the dictionary of these symbols; a repeated one is overwritten."""
-    ends = (" #fairseq:overwrite" if symbol in symbols[:index] else "" for index, symbol in enumerate(symbols))
+    known = [*SPECIALS, *symbols]
+    ends = (" #fairseq:overwrite" if symbol in known[: 4 + index] else "" for index, symbol in enumerate(symbols))
     content = "".join(f"{symbol} 1{end}\n" for symbol, end in zip(symbols, ends, strict=True))
     (folder / "dict.de.txt").write_text(content, encoding="utf-8")
     return read_dictionary(folder / "dict.de.txt")
@@ -252,6 +253,7 @@ def test_missing_pieces_have_no_other_ids_and_tokens_are_added(thinned, tmp_path
     size, he = len(thinned), thinned.get_vocab()["he"]
     assert thinned.convert_tokens_to_ids(["Ġthe", "he", "<mask>"]) == [3, he, size - 1]
     assert (thinned.decode(he), thinned.decode([[he]]), thinned.decode(thinned("he"))) == ("he", ["he"], "<s>he</s>")
+    assert thinned.convert_ids_to_tokens([3, he, size - 1], skip_special_tokens=True) == ["he"]
     overflowing = thinned("abc the" * 9, max_length=6, truncation=True, return_overflowing_tokens=True)
     assert len(overflowing.input_ids) > 3 and max(map(max, overflowing.input_ids)) < size
     assert thinned.add_tokens(["xyz"]) == 1 and thinned.add_special_tokens({"extra_special_tokens": ["<e>"]}) == 1
@@ -355,6 +357,7 @@ def test_truncation_keeps_the_end_and_can_do_as_the_original(tmp_path):
 # Symbols of a translation model, a text, its ids and the decoded text. The symbol `@@` is a word, not the start of one.
 TRANSLATIONS = [
     (["▁ein", "▁Ha", "us", "."], "▁ein ▁Ha us .", [4, 5, 6, 7, 2], "ein Haus."),
+    (["</s>", "▁a"], "▁a", [5, 2], "a"),  # the end of a text keeps its id
     (["@@", "a@@", "a"], "a @@ aa", [6, 4, 5, 6, 2], "a @@ aa"),
 ]
 

@@ -106,9 +106,10 @@ UNTIED = {"tied": False, "tied_lm": False}
 DROPOUTS = {"dropout": 0.2, "attention_dropout": 0.3, "activation_dropout": 0.4, "encoder_layerdrop": 0.1}
 DROPOUTS |= {"activation_fn": "relu", "tensorboard_logdir": "", "lr": [0.0006], "stop_min_lr": -1}
 SWIFT = {"dropout": 0.1, "rescale_nffn": True, "norm_affine": False, "efficient_attn": "swift", "init_mode": "xavier"}
+SWIFT |= {"attention_dropout": 0.2}
 TASKS = [("masked_lm", ("a", 3)), ("sentence_prediction", ("a", 3), ("b", 2)), ("sentence_prediction",)]
 TASKS += [("commonsense_qa", ("a", 1)), ("sentence_ranking", ("a", 4)), ("sentence_ranking", ("x", 1))]
-CUTOFFS = {"input_cutoff": "12, 20,32", "softmax_cutoff": "12,21"}  # may end with the size of the vocabulary
+CUTOFFS = {"input_cutoff": "12, 20,32", "softmax_cutoff": [12, 21]}  # may end with the size of the vocabulary
 # Independent fields share a checkpoint.
 BUILDERS = [
     (luna.bert, [{}, UNTIED, UNTIED | {"untie_luna_kv": True, "untie_weights_luna": True}]),
@@ -184,6 +185,7 @@ VARIANTS = {
     "only a model": (mega.mega_image, {"positions": False, "hidden": 6}, lambda x: {"model": x["model"]}, {}),
     "no dropout of activations": (mega_lm.mega_lm, {"arch": "mega_lm", "activation_dropout": None}, dict, {}),
     **{f"only the architecture, {x}": (mega_lm.mega_lm, mega_lm.KINDS[x], only(*KEPT), {}) for x in ADAPTIVE},
+    "layerdrop": (translation.luna_seq2seq, {}, lambda x: changed(x, decoder_layerdrop=0.1), {}),
     "only the architecture, Luna": (translation.luna_seq2seq, translation.SINUSOIDAL, only("arch"), {}),
     "only the architecture, Mega": (translation.mega_seq2seq, {}, only("arch"), {}),
     # Rates and frequencies are not rounded.
@@ -304,6 +306,8 @@ def test_order_of_neither_branch(tmp_path, order):
     file = save(reordered(order)(mega.mega()), tmp_path)
     with pytest.raises(ConversionError, match=f"{file}: .*pass --ema-convention main or --ema-convention flash"):
         convert_checkpoint(file, None)
+    with pytest.raises(ValueError, match="ema_convention must be one of auto, main, flash, got 'other'"):
+        convert_checkpoint(file, None, ema_convention="other")
 
 
 def test_dropout_of_the_head(tmp_path):
