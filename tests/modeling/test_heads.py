@@ -60,6 +60,12 @@ def test_spans(family):
     torch.testing.assert_close(counted, (starts.sum() + ends[0]) / 8, check_dtype=False)
 
 
+@pytest.mark.parametrize("family", ["luna", "mega"])
+def test_a_masked_language_model_of_one_direction_warns(family, caplog):
+    CLASSES[f"{family} ForMaskedLM"].make(is_decoder=True)
+    assert "predicts masked tokens from earlier tokens only" in caplog.text
+
+
 RIGHT = {
     "single_label_classification": [torch.tensor([0, 2, 1]), torch.tensor([[0], [2], [1]])],
     "multi_label_classification": [torch.eye(3)],

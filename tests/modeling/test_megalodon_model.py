@@ -5,7 +5,7 @@ import torch
 
 from luna_mega import MegalodonForCausalLM
 from tests.modeling.decoders import padded
-from tests.modeling.megalodon_decoders import make
+from tests.modeling.megalodon_decoders import make, tiny_config
 
 
 @pytest.mark.parametrize("logit", [40.0, 20.0, -40.0])
@@ -37,6 +37,18 @@ def test_states_in_half_precision(autocast):
         assert {layer.average.dtype for layer in cache.layers} == {torch.float32}
     for name in ("norm_mean", "norm_variance"):  # statistics of the embeddings, which are equal in both
         torch.testing.assert_close(getattr(steps.layers[0], name), getattr(complete.layers[0], name), rtol=0, atol=1e-6)
+
+
+# Initializer -> the deviation of a matrix [64, 192], and the largest number in deviations (of uniform ones 3**0.5).
+INITIALIZERS = {"he": (576**-0.5, 3.9), "bert": (0.02, 3.9), "xavier": (128**-0.5, 3**0.5), "none": (576**-0.5, 3**0.5)}
+
+
+@pytest.mark.parametrize("initializer", INITIALIZERS)
+def test_initializers(initializer):
+    config = tiny_config(hidden_size=192, shared_representation_size=64, initializer=initializer)
+    weight = MegalodonForCausalLM(config).megalodon.layers[0].mega.wz.weight
+    found = weight.std().item(), (weight.abs().max() / weight.std()).item()
+    assert found == pytest.approx(INITIALIZERS[initializer], rel=0.1)
 
 
 def test_sensitive_parameters_stay_in_float32(tmp_path):
