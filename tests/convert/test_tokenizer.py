@@ -357,7 +357,7 @@ def test_truncation_keeps_the_end_and_can_do_as_the_original(tmp_path):
 # Symbols of a translation model, a text, its ids and the decoded text. The symbol `@@` is a word, not the start of one.
 TRANSLATIONS = [
     (["▁ein", "▁Ha", "us", "."], "▁ein ▁Ha us .", [4, 5, 6, 7, 2], "ein Haus."),
-    (["</s>", "▁a"], "▁a", [5, 2], "a"),  # the end of a text keeps its id
+    (["</s>", "▁a"], "▁a </s>", [5, 2, 2], "a"),  # the end of a text keeps its id
     (["@@", "a@@", "a"], "a @@ aa", [6, 4, 5, 6, 2], "a @@ aa"),
 ]
 
