@@ -18,7 +18,7 @@ from tests.kernels.backends import needs_library, on_native, on_triton
 from tests.kernels.calls import OPERATORS, WIDE
 from tests.kernels.contract import Case, Inputs, cases
 from tests.kernels.test_contract import ON_NATIVE, SIZES
-from tests.marks import diagonal
+from tests.marks import diagonal, slow_but
 
 EACH = pytest.mark.parametrize("operator", OPERATORS)
 FLOAT64, SINGLE = 1e-6, 1e-4
@@ -224,9 +224,7 @@ PAIRS = [pair for pair in diagonal(OPERATORS, PLAIN[1:]) if "unpack" not in pair
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize(
-    ("operator", "way"), [*PAIRS[3:6], *(pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS[6::3])]
-)
+@pytest.mark.parametrize(("operator", "way"), slow_but([*PAIRS[:7], PAIRS[14]], PAIRS))
 def test_second_derivatives_of_triton(operator, way, triton_device):
     case = Case(operator, sizes=SIZES._replace(batch=1, length=9), stateful=OPERATORS[operator].stateful)
     check(case, [way], 1e-3, dtype=torch.float32, backend="triton", device=triton_device)

@@ -16,6 +16,7 @@ from tests.kernels.calls import OPERATORS, Sizes  # noqa: E402
 from tests.kernels.comparisons import assert_same  # noqa: E402
 from tests.kernels.contract import FEW_LENGTHS, Case, cases, check, check_parts  # noqa: E402
 from tests.kernels.test_contract import STATEFUL, is_possible, matrix  # noqa: E402
+from tests.marks import slow_but  # noqa: E402
 
 pytestmark = pytest.mark.triton
 
@@ -77,16 +78,43 @@ MASKED = partial(Case, layout="mask", dtype=FLOAT32)
 CAUSAL = partial(MASKED, "luna_causal_attention", blocks="default", stateful=True)
 FEW, WITH_STATE = Sizes(2, 11, channels=5, states=3), partial(Case, dtype=FLOAT32, stateful=True)
 EMAS = "damped_ema", "complex_ema"
+SMALLER = {"common.triton_launch._target": triton_launch.Target((8, 9), 58, 99 * 1024)}  # than an H100
 # Case, sizes of blocks. Lengths and sizes are those at which kernels are launched in another way.
+FAST = {
+    "luna: splits of packing": (MASKED("luna_pack", sizes=Sizes(1, 130, 1, 10, 5)), {}),
+    **{f"luna: heads of {size}, {len(blocks)}": (
+        Case("luna_unpack", {"tied": True}, Sizes(1, 20, 1, size, 40), dtype=dtype), blocks)
+        for size, dtype, blocks in ((80, FLOAT32, {}), (128, BFLOAT16, {}), (16, FLOAT16, SMALLER))},
+    "causal: segments of short scans": (CAUSAL(sizes=Sizes(1, 17, 1, 5, 65), blocks="small", pack_masked=True), {}),
+    **{f"causal: {rows} rows, {len(blocks)}": (CAUSAL(dtype=FLOAT16, sizes=Sizes(1, 40, 1, 48, rows)), blocks)
+        for rows, blocks in ((48, {}), (48, SMALLER))},
+    **{f"gated: {size} and {width} columns, {function} of {length}, chunk {chunk}": (
+        MASKED("gated_attention", {"function": function, "chunk": chunk, "causal": causal},
+               Sizes(1, length, size=size, width=width), dtype=dtype, blocks="default"), blocks)
+        for size, width, dtype, blocks, function, causal, length, chunk in (
+            (20, 70, FLOAT32, {SCORES: 4096}, "softmax", True, 70, None),
+            (20, 70, FLOAT32, {SCORES: 4096}, "relu2", False, 70, 40),
+            (20, 70, BFLOAT16, TWO_KERNELS, "laplace", True, 70, None),
+            (130, 20, FLOAT32, SMALLER, "laplace", True, 33, None))},
+    **{f"gated: {keys} keys": (
+        MASKED("gated_attention to other keys", {"function": "laplace", "causal": False, "place": "rows"},
+               Sizes(1, keys, size=20, width=20), dtype=FLOAT16), blocks)
+        for keys, blocks in ((129, SMALLER), (257, {}))},
+    "gated: numbers of varlen keys": (
+        Case("gated_attention", {"function": "relu2"}, Sizes(2, 11, width=5), "varlen", (11, 5), dtype=FLOAT32,
+             seed=85), {}),  # has a mask, and all gradients
+    "gated: divisors after left padding": (
+        Case("gated_attention", {"function": "laplace", "causal": True}, Sizes(2, 11, width=5), "left", (0, 3),
+             dtype=FLOAT32), {}),
+}  # fmt: skip
 LAUNCHES = {
     **{f"luna: {rows} rows, {keys} tokens, {dtype}": (MASKED(op, sizes=Sizes(2, keys, 2, 10, rows), dtype=dtype), {})
         for op, rows, keys in (("luna_pack", 16, 63), ("luna_pack", 1, 1), ("luna_pack", 65, 17))
         for dtype in (FLOAT32, FLOAT16)},
-    "luna: splits of packing": (MASKED("luna_pack", sizes=Sizes(2, 500, 1, 10, 5)), {}),
     "luna: splits of unpacking": (Case("luna_unpack", {"tied": True}, Sizes(2, 500, 1, 10, 5), dtype=FLOAT16), {}),
     "luna: large scores": (MASKED("luna_pack", sizes=Sizes(2, 200, 2, 10, 5), scale=128.0), {}),
     **{f"luna: heads of {size}": (Case("luna_unpack", {"tied": size == 64}, Sizes(1, 20, 2, size, 40), dtype=dtype), {})
-        for size, dtype in ((1, FLOAT32), (16, BFLOAT16), (64, FLOAT16), (80, FLOAT32), (128, BFLOAT16))},
+        for size, dtype in ((1, FLOAT32), (16, BFLOAT16), (64, FLOAT16))},
     "causal: segments": (CAUSAL(sizes=Sizes(2, 140, 1, 5, 16)), {SEGMENT: 64}),
     "causal: segments in bfloat16": (CAUSAL(dtype=BFLOAT16, sizes=Sizes(2, 200, 1, 5, 16)), {SEGMENT: 64}),
     "causal: segments of scans": (CAUSAL(dtype=FLOAT16, sizes=Sizes(2, 140, 1, 5, 70)), {SEGMENT: 64}),
@@ -95,10 +123,8 @@ LAUNCHES = {
     **{f"causal: heads of 128, {rows} rows": (
         CAUSAL(dtype=dtype, sizes=Sizes(2, 33, 1, 128, rows), pack_masked=True), {})
         for rows, dtype in ((64, FLOAT32), (256, BFLOAT16))},
-    **{f"causal: sm_80, {rows} rows": (
-        CAUSAL(dtype=FLOAT16, sizes=Sizes(2, 90, 1, 48, rows)),
-        {"common.triton_launch._target": triton_launch.Target((8, 0), 108)})
-        for rows in (16, 48, 70)},
+    **{f"causal: smaller GPU, {rows} rows": (CAUSAL(dtype=FLOAT16, sizes=Sizes(2, 90, 1, 48, rows)), SMALLER)
+        for rows in (16, 70)},
     "damped_ema: truncation of the length": (Case("damped_ema", {"truncation": 6}, Sizes(2, 6), dtype=FLOAT32), {}),
     **{f"{op}: slow decays": (WITH_STATE(op, sizes=Sizes(1, 500, channels=3, states=4), decays="slow"), {})
         for op in EMAS},
@@ -137,9 +163,9 @@ LAUNCHES = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "blocks"), LAUNCHES.values(), ids=LAUNCHES)
-def test_launches(case, blocks, triton_device, monkeypatch):
+@pytest.mark.parametrize("name", slow_but(FAST, FAST | LAUNCHES))
+def test_launches(name, triton_device, monkeypatch):
+    case, blocks = (FAST | LAUNCHES)[name]
     if blocks:  # instead of those of the contract
         monkeypatch.setattr("tests.kernels.contract.shrink_blocks", lambda *_: None)
     for name, value in blocks.items():
