@@ -245,10 +245,11 @@ def _norm(s, step=False, masked=False, stateful=False):
 def _gated(s, step=False, chunk=None, masked=False, padding_free=False, place=None, **fixed):
     batch, queries, by_row = 1 if padding_free else s.batch, s.length, False
     if place is not None:  # more or fewer queries than keys, from a column on that may differ between rows
-        offset = min(3, s.length) * (place == "offset")
+        offset = min(3, s.length) * ("offset" in place)
         queries = s.length - offset if fixed["causal"] else 2 * s.length + 1 if place == "more" else s.length // 2
-        by_row = place == "rows" and not fixed["causal"]
+        by_row = "rows" in place and not fixed["causal"]
         fixed |= {"offset": offset}
+        chunk = 4 if fixed["causal"] and place == "offset, chunks" else None
     positions = chunk or max(s.length, queries + 3, 1)
     leaves = _randoms(query=(batch, *(() if step else (queries,)), s.size), key=(batch, s.length, s.size))
     # Mega's scores are small, because its queries and keys are scaled by parameters that are initialized near zero.
@@ -323,7 +324,7 @@ OPERATORS = {
         stateful=True, options=("pack_mask",),
     ),
     "damped_ema": Operator(
-        partial(_average, kind="damped_ema"), BOTH | {"shift": (False, True), "truncation": (None, 5)},
+        partial(_average, kind="damped_ema"), BOTH | {"shift": (False, True), "truncation": (None, 0, 5)},
         ("dense", "mask", "varlen", "lengths"), stateful=True, optional=("skip",),
     ),
     "complex_ema": Operator(
@@ -345,7 +346,8 @@ OPERATORS = {
     ),
     "gated_attention": Operator(_gated, GATED, ("dense", "mask", "varlen", "left"), optional=("bias",)),
     "gated_attention to other keys": Operator(
-        _gated, {"function": GATED["function"], "causal": (False, True), "place": ("more", "offset", "rows")},
+        _gated, {"function": GATED["function"], "causal": (False, True),
+                 "place": ("more", "offset", "rows", "offset, chunks")},
         ("dense", "mask"), optional=("bias",),
     ),
     "gated_attention_step": Operator(

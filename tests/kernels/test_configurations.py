@@ -79,6 +79,7 @@ def pick(choice, kind="bfloat16", length=500, tiles=tuple(SECONDS), device=GPU):
 
 def test_the_fastest_that_is_right_and_fits(choice):
     """A call is benchmarked once per `kind` and `sizes`; incorrect and oversized configurations are excluded."""
+    assert pick(choice, tiles=(B, B)) == B and not choice.keys and not choice.module._tuner.cache_info().currsize
     assert pick(choice) == C and {TOO_LARGE, WRONG} < set(choice.ran)
     assert pick(choice, length=512) == C and choice.ran == [C]
     assert pick(choice, tiles=(A, B)) == B and pick(choice, tiles=(A, WRONG)) == A
@@ -100,6 +101,9 @@ def test_it_is_opt_in(choice, monkeypatch):
     monkeypatch.delenv("LUNA_MEGA_AUTOTUNE")
     assert pick(choice) == A and choice.ran == [A]
     assert pick(choice, tiles=(B,)) == B
+    with choice.module.choosing(lambda kernel, key, tiles, run: run(tiles[key == "bfloat16 length=512"])):
+        assert pick(choice, tiles=(A, A, B)) == B, "instead of the default, by the key and of different tiles"
+    assert pick(choice) == A
 
 
 def results(dtype):

@@ -55,6 +55,9 @@ def test_reasons_against_triton(op, gpu, monkeypatch):
     assert decide(op, unsupported="of no reason") == ("torch", "no Triton kernel: of no reason")
     with pytest.raises(ValueError, match=f"{op} cannot run on 'triton': of no reason; choose 'torch' or 'auto'"):
         decide(op, "triton", unsupported="of no reason")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "triton", None)
+        assert decide(op)[1].startswith("no Triton kernel: Triton is not installed; run `pip install triton`")
     gpu(7, 5)
     assert decide(op) == ("torch", "no Triton kernel: compute capability 7.5 is below 8.0")
     gpu(8, 0)
@@ -70,7 +73,7 @@ def test_reasons_against_triton(op, gpu, monkeypatch):
 
 AVERAGES = {name.partition(" ")[0] for name in ON_NATIVE}
 FP32, FP64, CAUSAL = torch.float32, torch.float64, "luna_causal_attention"
-TRUNCATED = {"truncation": 5}
+TRUNCATED, BY_ROW = {"truncation": 5}, {"causal": False, "place": "offset, rows"}
 
 
 NOT_ON_TRITON = [
@@ -88,6 +91,8 @@ NOT_ON_TRITON = [
     ("diagonal_ssm", {}, {"states": 33}, FP32, "33 states per channel are more than 32"),
     ("diagonal_ssm", {}, {}, FP64, "float64"),
     ("gated_attention", {}, {"size": 300}, FP32, "query and key have size 300"),
+    ("gated_attention to other keys", BY_ROW, {}, FP32, "row_offset is combined with offset 3"),
+    ("timestep_norm", {}, {}, FP64, "x or a parameter is float64"),
     ("gated_attention", {}, {}, FP64, "query and key are torch.float64; the kernels support"),
 ]
 NOT_ON_NATIVE = [

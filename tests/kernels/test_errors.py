@@ -50,6 +50,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "timestep_norm_step": {"x": random(2, 12), "state": None, "groups": 3},
     "gated_attention": {"query": random(2, 9, 6), "key": random(2, 9, 6), "value": random(2, 9, 10)}
     | {"bias": random(17)},
+    "gated_attention_step": {"query": random(2, 6), "key": random(2, 9, 6), "value": random(2, 9, 10)},
     "discretize": {"a": -random(5, 4), "step": random(5), "weight": random(5, 4)},
 }  # fmt: skip
 FLAT = {name: x[:1] for name, x in CALLS["gated_attention"].items() if name != "bias"}  # of varlen calls
@@ -116,6 +117,9 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("damped_ema", bounds_of(0, 8, 6), "must increase from 0 to 6"),
     ("damped_ema", bounds_of(0, 4, 6, max_seqlen=3), "max_seqlen is 3, but a sequence has length 4"),
     ("damped_ema", bounds_of(0, 6, initial_state=random(2, 5, 3)), "state .1, 5, 3., got"),
+    ("damped_ema", bounds_of(0, 6, truncation=4, return_state=True), "truncation with states does not support cu_seq"),
+    *(("damped_ema", bounds_of(0, 6) | {"cu_seqlens": wrong}, r"cu_seqlens \[sequences \+ 1\] of int32 or int64, got")
+      for wrong in (integers(0), integers(0, 6)[None], random(2))),
     ("luna_pack", {**ROWS, "cu_seqlens": integers(0, 1, 1, 4)},
      "needs key .1, total, heads, head size. and 3 rows in the other batch"),
     ("luna_pack", {**ROWS, "cu_seqlens": integers(0, 1, 3)}, "must increase from 0 to 4"),
@@ -229,6 +233,9 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("gated_attention", {"causal": True, "offset": 1}, "9 queries from position 1 on do not fit 9 keys"),
     ("gated_attention", {"offset": -1}, "offset must not be negative"),
     ("gated_attention", {"dropout": 1.0}, "dropout must be in"),
+    *(("gated_attention_step", wrong, r"query \[batch, size\] and key \[batch, length, size\] of length 1 or more")
+      for wrong in ({"query": lambda x: x[:, None]}, {"key": lambda x: x[0]}, {"key": lambda x: x[:, :0]})),
+    ("gated_attention_step", {"column": integers(8, 3), "chunk_size": 4}, "column does not support chunk_size=4"),
 ]  # fmt: skip
 
 

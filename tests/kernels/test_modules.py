@@ -168,6 +168,8 @@ def test_bidirectional_layers(make, x):
     for call in (lambda: layer(x, return_state=True), lambda: layer.step(x[:, 0])):
         with pytest.raises(ValueError, match="no state; omit initial_state and return_state"):
             call()
+    with pytest.raises(ValueError, match="a bidirectional layer has no steps; call the layer with all positions"):
+        layer.step_coefficients()
     assert repr(layer) == f"{type(layer).__name__}({D}, states={N}, bidirectional=True)"
     torch.compiler.reset()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")

@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from luna_mega.kernels import _export, api
-from tests.kernels.backends import TRITON, needs_library, shrink_blocks
+from tests.kernels.backends import TRITON, on_native, on_triton, shrink_blocks
 from tests.kernels.calls import OPERATORS, Sizes, calls
 from tests.kernels.contract import Case, Inputs, results
 from tests.kernels.test_contract import matrix
@@ -28,7 +28,6 @@ def first_of_each_layout(backend: str) -> dict[str, Case]:
 
 
 CASES = {backend: first_of_each_layout(backend) for backend in ("torch", "native", "triton")}
-MARKS = {"torch": (), "native": needs_library, "triton": (pytest.mark.triton, pytest.mark.slow)}
 
 
 def described(x):
@@ -77,7 +76,9 @@ def trained(case: Case, backend: str, device: torch.device):
 
 @pytest.mark.parametrize(
     ("backend", "name"),
-    [pytest.param(backend, name, marks=MARKS[backend]) for backend in CASES for name in CASES[backend]],
+    [("torch", name) for name in CASES["torch"]]
+    + [on_native(name) for name in CASES["native"]]
+    + [on_triton(name, slow="norm_step" not in name) for name in CASES["triton"]],
 )
 def test_results_are_what_the_fakes_promise(triton_device, monkeypatch, backend, name):
     """The strides too, because Inductor relies on them."""
