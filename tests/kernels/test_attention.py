@@ -177,12 +177,13 @@ def test_returned_weights(backend):
     assert_same([last], [output[:, -1]])
 
     query, key, value, _ = draw(*GATED)
-    for chunk in (None, 16):
-        options = {"chunk_size": chunk, "mask": MASK, "backend": backend}
+    for chunk, mask, padding in ((None, MASK, 0), (16, MASK, 0), (16, None, 0), (16, MASK, 5)):
+        options = {"chunk_size": chunk, "mask": mask, "start": -torch.tensor([padding] * 2), "backend": backend}
         output, weights = gated_attention(query, key, value, return_weights=True, **options)
         assert weights.shape == (2, K // (chunk or K), chunk or K, chunk or K)
-        assert_same([output], [gated_attention(query, key, value, **options)])
-        assert_same([(weights @ value.unflatten(1, (-1, chunk or K))).flatten(1, 2)], [output])
+        assert_same([output[:, padding:]], [gated_attention(query, key, value, **options)[:, padding:]])
+        shown = (weights @ value.roll(-padding, 1).unflatten(1, (-1, chunk or K))).flatten(1, 2)
+        assert_same([shown[:, : K - padding]], [output[:, padding:]])
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -230,6 +230,19 @@ def test_second_derivatives_of_triton(operator, way, triton_device):
     check(case, [way], 1e-3, dtype=torch.float32, backend="triton", device=triton_device)
 
 
+@pytest.mark.triton
+@pytest.mark.parametrize("operator", ["luna_causal_attention_step", "luna_unpack", "gated_attention", *ON_NATIVE[1:3]])
+def test_second_derivatives_that_triton_does_not_compute(operator, triton_device):
+    layout, lengths, given, kind = "varlen", (2, 1), {}, "of varlen calls"
+    if "causal" in operator:
+        layout, lengths, given, kind = "dense", (), {"dropout": 0.1}, "with dropout"
+    case = Case(operator, sizes=SIZES._replace(length=2), layout=layout, lengths=lengths)
+    made = member(case, "triton", torch.float32, triton_device)
+    leaves = new(made)
+    with pytest.raises(RuntimeError, match=f"the gradient {kind}.* cannot be differentiated again"):
+        gradients(made.number(*leaves, **given), leaves, create_graph=True)
+
+
 @pytest.mark.parametrize(("backend", "operator"), [on_native("complex_ema_step"), on_triton("luna_unpack", slow=False)])
 def test_transforms_run_pytorch(backend, operator, triton_device):
     made = member(Case(operator, sizes=SIZES), backend, torch.float32, triton_device)
