@@ -324,7 +324,7 @@ OPERATORS = {
         stateful=True, options=("pack_mask",),
     ),
     "damped_ema": Operator(
-        partial(_average, kind="damped_ema"), BOTH | {"shift": (False, True), "truncation": (None, 0, 5)},
+        partial(_average, kind="damped_ema"), BOTH | {"shift": (False, True), "truncation": (None, 5)},
         ("dense", "mask", "varlen", "lengths"), stateful=True, optional=("skip",),
     ),
     "complex_ema": Operator(

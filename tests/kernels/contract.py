@@ -376,6 +376,8 @@ def cases(
     name = choose(*operators)
     row = OPERATORS[name]
     options = {key: choose(*values) for key, values in row.choices.items()}
+    if options.get("truncation", 5) is None:
+        options["truncation"] = choose(None, 0)  # there is no truncation below 1
     one_way = options.get("directions", 1) == 1 and not options.get("truncation")
     if options.get("directions", 1) == 1:
         options.pop("shift", None)

@@ -52,11 +52,20 @@ def is_possible(backend: str, directions=1, shift=False, truncation=None, **_) -
     return (directions == 2 or not shift) and not (truncation and backend.partition(" ")[0] in ("native", "triton"))
 
 
+# Calls without sequences, or without positions.
+EMPTY = {
+    **{f"{name}, no sequence": Case(name, sizes=Sizes(0, 5, 2, 3, 4), stateful=row.stateful)
+        for name, row in OPERATORS.items()},
+    **{f"{name}, length 0": Case(name, sizes=Sizes(2, 0, 2, 3, 4))
+        for name, row in OPERATORS.items() if not row.stateful and "step" not in name},
+}  # fmt: skip
+
+
 def test_every_operator_has_a_row():
     assert {name.partition(" ")[0] for name in OPERATORS} == api.OPS.keys()
 
 
-@pytest.mark.parametrize("case", matrix("torch"))
+@pytest.mark.parametrize("case", [*matrix("torch"), *(pytest.param(case, id=name) for name, case in EMPTY.items())])
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 def test_matrix(case, backend):
     check(case, backend)

@@ -320,12 +320,23 @@ def test_vmap_over_some_tensors(operator, data):
     case = replace(case, seed=2 * (case.seed or 0) + 1) if case.layout == "varlen" else case  # has `max_seqlen`
     rng, backend = random.Random(case.seed or 0), data.draw(st.sampled_from(["torch", "torch", "reference"]))
     made = member(case, backend, given=data.draw(st.booleans()))
-    names = list(made.tensors)
     dims = [rng.choice((0, None) if x.dim() < 2 else (0, 1, None)) for x in made.tensors.values()]
-    if "lengths" in names:  # the mask drops the positions that follow
+    if "lengths" in made.tensors:  # the mask drops the positions that follow
         made.tensors["mask"] = torch.zeros_like(made.tensors["mask"])
-        dims[names.index("mask")] = None
+        dims[list(made.tensors).index("mask")] = None
     dims[0] = dims[0] if any(dim is not None for dim in dims) else 0
+    check_vmap(made, dims)
+
+
+@pytest.mark.parametrize("operator", ON_NATIVE[:4])
+def test_vmap_over_bounds_of_states(operator):
+    case = Case(operator, sizes=SIZES, layout="varlen", lengths=(17, 5), stateful=True, seed=1)
+    made = member(case)
+    check_vmap(made, [0 if name == "cu_seqlens" else None for name in made.tensors])
+
+
+def check_vmap(made: Member, dims: list[int | None]) -> None:
+    names = list(made.tensors)
     values = [
         x if dim is None else torch.stack((x, other(name, x)), dim)
         for (name, x), dim in zip(made.tensors.items(), dims, strict=True)

@@ -15,7 +15,7 @@ from luna_mega.kernels.common import triton_launch  # noqa: E402
 from tests.kernels.calls import OPERATORS, Sizes  # noqa: E402
 from tests.kernels.comparisons import assert_same  # noqa: E402
 from tests.kernels.contract import FEW_LENGTHS, Case, cases, check, check_parts  # noqa: E402
-from tests.kernels.test_contract import STATEFUL, is_possible, matrix  # noqa: E402
+from tests.kernels.test_contract import EMPTY, STATEFUL, is_possible, matrix  # noqa: E402
 from tests.marks import slow_but  # noqa: E402
 
 pytestmark = pytest.mark.triton
@@ -39,13 +39,9 @@ def of_triton() -> list:
             case = replace(case, sizes=case.sizes._replace(length=11, heads=1), lengths=lengths)
         rows.append(pytest.param(case, id=row.id, marks=[] if is_fast else pytest.mark.slow))
     for name, row in OPERATORS.items():
-        empty = Case(name, sizes=Sizes(0, 5, 2, 3, 4), dtype=FLOAT32, stateful=row.stateful)
-        rows.append(pytest.param(empty, id=f"{name}, no sequence"))
-        negated = replace(empty, sizes=Sizes(2, 4, 2, 3, 4, 4, 3, 2, 5), places="negated")
-        rows.append(pytest.param(negated, id=f"{name}, negated"))
-        if name.startswith(("luna_pack", "luna_unpack", "luna_attention", "gated")) and "step" not in name:
-            rows.append(pytest.param(replace(empty, sizes=Sizes(2, 0, 2, 3, 4)), id=f"{name}, length 0"))
-    return rows
+        negated = Case(name, sizes=Sizes(2, 4, 2, 3, 4, 4, 3, 2, 5), stateful=row.stateful, places="negated")
+        rows.append(pytest.param(replace(negated, dtype=FLOAT32), id=f"{name}, negated"))
+    return rows + [pytest.param(replace(case, dtype=FLOAT32), id=name) for name, case in EMPTY.items()]
 
 
 @pytest.mark.filterwarnings("ignore:.*degrees of freedom")
@@ -54,12 +50,18 @@ def test_triton_forward_and_gradients(case, triton_device):
     check(case, "triton", triton_device)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("operator", STATEFUL)
-def test_segments_and_steps(operator, triton_device):
+STEPS = "luna_causal_attention", 1, (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("operator", "number", "parts"), slow_but([STEPS], [STEPS, *((name, 2, (1, 5, 1, 1, 1)) for name in STATEFUL)])
+)
+def test_segments_and_steps(operator, number, parts, triton_device):
+    """The number is that of sequences and of heads."""
     for stateful, layout in ((True, "mask"), (False, "dense")):
-        case = Case(operator, sizes=Sizes(2, 9, 2, 3, 4, 6, 3, 2, 5), layout=layout, stateful=stateful, dtype=FLOAT32)
-        check_parts(case, "triton", [1, 5, 1, 1, 1], triton_device)
+        sizes = Sizes(number, sum(parts), number, 3, 4, 6, 3, 2, 5)
+        case = Case(operator, sizes=sizes, layout=layout, stateful=stateful, dtype=FLOAT32)
+        check_parts(case, "triton", list(parts), triton_device)
 
 
 @pytest.mark.slow
