@@ -53,7 +53,7 @@ def register(
         saved: schema of the results of `save`.
         save: maps (inputs, outputs) to the tensors, lists of tensors and None that the backward pass needs as well.
         parts: computes the outputs with operators of PyTorch, for derivatives of the backward pass; outputs without a
-            gradient may be None. None = the backward pass cannot be differentiated.
+            gradient may be None. Operators with a backward pass have it.
     """
     name = f"{NAMESPACE}::{name}"
     fake, flops = _by_name(fake, inputs), _by_name(flops, inputs)
@@ -63,6 +63,7 @@ def register(
     register_flops(name, lambda *inputs: flops(*inputs)[0])
     if backward is None:
         return lambda *inputs: (forward if is_plain(inputs) else operator)(*inputs)
+    assert parts is not None
     gradient = _Gradient(name, inputs, fake, backward, flops, differentiable, gradients, saved, save, parts)
     operator.register_autograd(gradient.differentiate, setup_context=gradient.set_up_context)
 
@@ -91,10 +92,10 @@ class _Gradient:
         self, name: str, inputs: str, fake: Callable[..., Values], backward: Callable[..., Sequence[Tensor | None]],
         flops: Callable[..., tuple[int, int]], differentiable: Sequence[str],
         gradients: Mapping[int, Sequence[str]], saved: str, save: Callable[[Values, Values], Values],
-        parts: Callable[..., Values] | None,
+        parts: Callable[..., Values],
     ) -> None:  # fmt: skip
-        self.name, self.fake, self.gradients, self.save = name, fake, tuple(gradients), save
-        self.run, self.parts = _without_autocast(backward), parts and _without_autocast(parts)
+        self.fake, self.gradients, self.save = fake, tuple(gradients), save
+        self.run, self.parts = _without_autocast(backward), _without_autocast(parts)
         types, names = zip(*(argument.split() for argument in inputs.split(", ")), strict=True)
         self.tensors = [place for place, kind in enumerate(types) if kind.startswith("Tensor")]
         self.places = [names.index(name) for name in differentiable]
@@ -135,8 +136,6 @@ class _Gradient:
         results: list[Tensor | None] = [None] * len(inputs)
         found: Sequence[Tensor | None]
         if torch.is_grad_enabled() and not in_program():  # with `create_graph=True`, or for a second derivative
-            if self.parts is None:
-                raise no_second_derivative(self.name)
             found = differentiate_parts(self.parts, inputs, self.places, grads, self.gradients)
         else:
             first = torch.zeros_like(self.fake(*inputs)[0]) if grads[0] is None else grads[0]
@@ -179,7 +178,7 @@ def differentiate_parts(
     return [by_place.get(place) for place in places]
 
 
-def no_second_derivative(name: str, call: str = "") -> RuntimeError:
+def no_second_derivative(name: str, call: str) -> RuntimeError:
     """Return the error of a backward pass that cannot be differentiated, for a kind of `call`."""
     return RuntimeError(
         f"{name}: the gradient{call} cannot be differentiated again (`create_graph=True`); compute the model inside "

@@ -33,10 +33,8 @@ def dropout_factors(like: Tensor, probability: float, generator: torch.Generator
     return torch.lt(bits, kept - 2**15, out=like.new_empty(like.shape)).mul_(2**16 / kept)
 
 
-def dropout(x: Tensor, probability: float, training: bool = True) -> Tensor:
+def dropout(x: Tensor, probability: float) -> Tensor:
     """Return `torch.nn.functional.dropout`, computed with `dropout_factors` for large tensors on CPU."""
-    if not training:
-        return x
     if probability in (0.0, 1.0) or x.numel() < FEW or x.device.type != "cpu" or in_program():
         return nn.functional.dropout(x, probability)
     return x * dropout_factors(x, probability)

@@ -14,7 +14,7 @@ from ._export import (
     is_exporting,
 )
 from .columns import roll_columns, take_columns
-from .dropout import Dropout, dropout
+from .dropout import Dropout
 from .gated_attention.window import KeyWindow, attend
 from .upcast import upcast, upcast_dtype
 from .varlen import check_cu_seqlens, checked_copy, locate
@@ -25,7 +25,6 @@ __all__ = [
     "attend",
     "check_cu_seqlens",
     "checked_copy",
-    "dropout",
     "forbid_capture",
     "forbid_tracing",
     "in_program",
