@@ -328,6 +328,7 @@ def test_vmap_over_some_tensors(operator, data):
     check_vmap(made, dims)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("operator", ON_NATIVE[:4])
 def test_vmap_over_bounds_of_states(operator):
     case = Case(operator, sizes=SIZES, layout="varlen", lengths=(17, 5), stateful=True, seed=1)
