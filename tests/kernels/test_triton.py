@@ -34,7 +34,7 @@ def of_triton() -> list:
         is_fast = number == 1 or dtype == BFLOAT16
         autocast = number == 1  # does not change results
         case = replace(case, dtype=dtype, places="contiguous" if number == 1 else "any", autocast=autocast)
-        if is_fast and "causal" not in case.operator:  # two chunks are enough
+        if is_fast and "causal" not in case.operator:
             lengths = tuple(min(length, 11) for length in case.lengths)
             case = replace(case, sizes=case.sizes._replace(length=11, heads=1), lengths=lengths)
         rows.append(pytest.param(case, id=row.id, marks=[] if is_fast else pytest.mark.slow))
@@ -102,6 +102,8 @@ FAST = {
         MASKED("gated_attention to other keys", {"function": "laplace", "causal": False, "place": "rows"},
                Sizes(1, keys, size=20, width=20), dtype=FLOAT16), blocks)
         for keys, blocks in ((129, SMALLER), (257, {}))},
+    # The states before the third chunk are the first ones that depend on the decay over a chunk.
+    **{f"{op}: three chunks": (Case(op, sizes=Sizes(1, 19, channels=3, states=2), dtype=FLOAT32), {}) for op in EMAS},
     "gated: numbers of varlen keys": (
         Case("gated_attention", {"function": "relu2"}, Sizes(2, 11, width=5), "varlen", (11, 5), dtype=FLOAT32,
              seed=85), {}),  # has a mask, and all gradients
