@@ -135,11 +135,11 @@ gpu: ## check the kernels on a GPU and measure them with the Python of PYTHON (4
 	$(PYTHON) benchmarks/gpu.py $(GPU_OPTIONS)
 
 clean: ## remove the environments and what was built
-	rm -rf $(VENV) .venv-oldest .venv-newest .venv-ecosystem .venv-operators .venv-docs build dist kernels/moving_average/*.so *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-ecosystem .venv-operators .venv-docs build dist kernels/recurrence/*.so *.egg-info .pytest_cache .ruff_cache
 
 $(INSTALLED_DEMO): EXTRAS = examples
 # Python compiles a module when it is first imported; pip would compile all of them, most of which nothing imports.
-$(INSTALLED) $(INSTALLED_DEMO): setup.cfg pyproject.toml setup.py $(wildcard kernels/moving_average/native*) $(wildcard requirements/*.txt)
+$(INSTALLED) $(INSTALLED_DEMO): setup.cfg pyproject.toml setup.py $(wildcard kernels/recurrence/native*) $(wildcard requirements/*.txt)
 	@$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "luna-mega needs Python >= 3.11: make PYTHON=..."'
 	$(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/.installed-*

@@ -12,8 +12,8 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
-LIBRARY = "luna_mega.kernels.moving_average._native"
-SOURCE, HEADER = "kernels/moving_average/native.c", "kernels/moving_average/native_vectors.h"
+LIBRARY = "luna_mega.kernels.recurrence._native"
+SOURCE, HEADER = "kernels/recurrence/native.c", "kernels/recurrence/native_vectors.h"
 
 
 class BuildLibrary(build_ext):

@@ -22,7 +22,7 @@ from pathlib import Path
 from kernels._rust import Digest, DigestAlgorithm
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = [Path("moving_average", name) for name in ("native.c", "native_vectors.h")]
+SOURCES = [Path("recurrence", name) for name in ("native.c", "native_vectors.h")]
 NAME, LICENSE = "luna-mega", "Apache-2.0"
 # On other devices, `_dispatch` would choose the algorithms for CPUs.
 BACKENDS = {"cpu": {}, "cuda": {"archs": ["8.0", "9.0", "10.0", "12.0"]}}

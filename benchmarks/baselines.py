@@ -12,7 +12,7 @@ from torch.nn.attention import sdpa_kernel
 from luna_mega.kernels.api import damped_ema, use_backend
 from luna_mega.kernels.gated_attention.reference import weights
 from luna_mega.kernels.luna_attention import torch_backend as attention_backend
-from luna_mega.kernels.moving_average import torch_backend as ema_backend
+from luna_mega.kernels.recurrence import torch_backend as ema_backend
 
 
 def original_luna_attention(query, pack_query, key, value, project, *, context_mask=None):

@@ -31,7 +31,7 @@ from measure import agree, limit_memory, measure
 from report import Row, commit, join, machine, results_file, size_text, write
 
 from luna_mega.kernels.api import explain
-from luna_mega.kernels.moving_average import native
+from luna_mega.kernels.recurrence import native
 
 # Option -> level of the native library, and the environment of PyTorch's kernels, MKL and oneDNN.
 INSTRUCTIONS = {

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from ._dispatch import without_autocast
-from ._export import has_lost_tangent, in_program, is_direct, is_transformed
 from ._flops import register_flops
+from ._mode import COMPILED, DIRECT, TRANSFORMED, has_lost_tangent, mode
 
 Values = Sequence[Any]  # tensors, lists of tensors, numbers and None
 
@@ -135,7 +135,7 @@ class _Gradient:
             inputs[place] = x
         results: list[Tensor | None] = [None] * len(inputs)
         found: Sequence[Tensor | None]
-        if torch.is_grad_enabled() and not in_program():  # with `create_graph=True`, or for a second derivative
+        if torch.is_grad_enabled() and mode() < COMPILED:  # with `create_graph=True`, or for a second derivative
             found = differentiate_parts(self.parts, inputs, self.places, grads, self.gradients)
         else:
             first = torch.zeros_like(self.fake(*inputs)[0]) if grads[0] is None else grads[0]
@@ -198,12 +198,12 @@ def forbid_tangents(name: str, inputs: Values) -> None:
 
 def is_plain(arguments: Values) -> bool:
     """Return whether a call is eager, with ordinary tensors, and outside of dispatch modes and transforms."""
-    return is_direct() and PLAIN.issuperset(map(type, arguments)) and not arguments[0].is_meta
+    return mode() == DIRECT and PLAIN.issuperset(map(type, arguments)) and not arguments[0].is_meta
 
 
 def has_gradients(tensors: Iterable[Tensor | None]) -> bool:
     """Return whether gradients of a call may be required, in backward or in forward mode."""
-    return _require_gradients(tensors) or is_transformed()
+    return _require_gradients(tensors) or mode() == TRANSFORMED
 
 
 def _require_gradients(tensors: Iterable[Tensor | None]) -> bool:

@@ -1,4 +1,4 @@
-"""Dispatch of all ops: backend selection, varlen input, autocast.
+"""Dispatch of all ops: backend selection and autocast.
 
 Each public function of the kernels is an `Op`. The backend is specified by (in order of precedence) the argument of the
 call, `use_backend` and the environment variable `LUNA_MEGA_BACKEND`. Otherwise the best supported backend is selected.
@@ -13,10 +13,8 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from . import varlen
-from ._export import forbid_tracing, is_exporting, is_transformed
+from ._mode import EXPORTED, TRANSFORMED, mode, tracing_error
 
 NAMES = ("auto", "reference", "torch", "native", "triton")
 logger = logging.getLogger("luna_mega.kernels")
@@ -88,20 +86,15 @@ OPS: dict[str, "Op"] = {}  # by name, for `explain`
 class Op:
     """A public function of the kernels, with its backends and their limits. Autocast is disabled inside every backend.
 
-    A call is a dict of validated arguments. Backends receive them as keyword arguments.
+    A call is a dict of validated arguments, which backends receive as keyword arguments. The sequences of a batch are
+    its argument `sequences` (`Sequences`).
 
     Args:
         name: name of the public function, for errors and `explain`.
         backends: maps backend names to the functions that compute a call.
         unsupported: returns the reason why the Triton kernels do not support a call, or None if they do.
-        tokens: names of the arguments `[1, total, ...]` of a varlen call. They are padded to `[sequences, max_seqlen,
-            ...]` for backends that are not in `varlen_backends`.
-        mask: name of the argument that masks padding; None if padding does not affect the result.
-        tokens_out: whether the result (the first one, if there are several) is padded like the tokens.
-        varlen_backends: names of the backends that support varlen calls, with `cu_seqlens` and `max_seqlen`.
         with_weights: computes the output, the weights and further results with the reference.
         under_autocast: converts a call under autocast to the call that the Triton kernels compute.
-        run_varlen: runs a varlen call on a backend that is not in `varlen_backends`; None = pad the tokens.
         native_unsupported: returns the reason why the C library does not support a call, or None if it does; without
             arguments, the reason why it is missing. None = the op has no backend `"native"`.
     """
@@ -109,80 +102,40 @@ class Op:
     name: str
     backends: dict[str, Callable[..., Any]]
     unsupported: Callable[..., str | None]
-    tokens: tuple[str, ...]
-    mask: str | None = "mask"
-    tokens_out: bool = True
-    varlen_backends: tuple[str, ...] = ("triton", "native")
     with_weights: Callable[..., Any] | None = None
     under_autocast: Callable[[Arguments], Arguments] | None = None
-    run_varlen: Callable[..., Any] | None = None
     native_unsupported: Callable[..., str | None] | None = None
 
     def __post_init__(self) -> None:
         OPS[self.name] = self
 
-    def __call__(
-        self, backend: str | None, call: Arguments, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None,
-        return_weights: bool = False,
-    ) -> Any:  # fmt: skip
-        """Run a call with the requested or the best backend; the call is varlen if `cu_seqlens` is given."""
-        forbid_tracing()
-        tokens = call[self.tokens[0]]
-        device = tokens.device
+    def __call__(self, backend: str | None, call: Arguments, return_weights: bool = False) -> Any:
+        """Run a call with the requested or the best backend; its first argument is a tensor `[B, ...]`."""
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise tracing_error()
+        first = next(iter(call.values()))
+        device = first.device
         if return_weights:
-            if cu_seqlens is not None:
+            if call["sequences"].bounds is not None:
                 raise ValueError(
                     f"{self.name} does not return weights with cu_seqlens; omit return_weights or cu_seqlens"
                 )
-            with without_autocast(device.type):
-                with_weights: Any = self.with_weights
-                return with_weights(**call)
-        chosen = self.choose(backend, device, call, max_seqlen)
-        if chosen == "triton" and self.under_autocast is not None and is_autocast(device.type):
-            call = self.under_autocast(call)
-        if chosen != "native" and not torch.compiler.is_compiling() and tokens.shape[0] == 0:
-            chosen = "reference"  # fast paths divide by the batch size
+            run: Any = self.with_weights
+        else:
+            chosen = self.choose(backend, device, call)
+            if chosen == "triton" and self.under_autocast is not None and is_autocast(device.type):
+                call = self.under_autocast(call)
+            if chosen != "native" and not torch.compiler.is_compiling() and first.shape[0] == 0:
+                chosen = "reference"  # fast paths divide by the batch size
+            run = self.backends[chosen]
         if not is_autocast(device.type):
-            return self._run(chosen, call, cu_seqlens, max_seqlen)
-        with without_autocast(device.type):
-            return self._run(chosen, call, cu_seqlens, max_seqlen)
-
-    def _run(self, chosen: str, call: Arguments, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Any:
-        run = self.backends[chosen]
-        if cu_seqlens is None:
             return run(**call)
-        if chosen in self.varlen_backends:
-            return run(**call, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
-        assert max_seqlen is not None  # `check_cu_seqlens` returns it
-        return (self.run_varlen or Op.run_padded)(self, run, call, cu_seqlens, max_seqlen)
+        with without_autocast(device.type):
+            return run(**call)
 
-    def run_padded(self, run: Callable[..., Any], call: Arguments, cu_seqlens: Tensor, max_seqlen: int) -> Any:
-        """Compute a varlen call with a backend that requires padded input."""
-        total = call[self.tokens[0]].shape[1]
-        filled: dict[str, Tensor] = {}
-        for name in self.tokens:
-            same = next((other for other in filled if call[other] is call[name]), None)
-            filled[name] = varlen.pad(call[name], cu_seqlens, max_seqlen) if same is None else filled[same]
-        if self.mask is not None:
-            mask = call[self.mask]
-            kept = varlen.keep(cu_seqlens, max_seqlen)
-            filled[self.mask] = kept if mask is None else varlen.pad(mask, cu_seqlens, max_seqlen)
-        result = run(**call | filled)
-        if not self.tokens_out:
-            return result
-        if isinstance(result, Tensor):
-            return varlen.unpad(result, cu_seqlens, total)
-        return varlen.unpad(result[0], cu_seqlens, total), *result[1:]
-
-    def choose(
-        self, backend: str | None, device: torch.device, call: Arguments | None = None, max_seqlen: int | None = None
-    ) -> str:
-        """Return the name of the backend for a call on `device`; log once why a CUDA call does not use Triton.
-
-        Raises:
-            ValueError: if the backend was specified by name and does not support the call.
-        """
-        chosen, reason = self.decide(backend, device, call, max_seqlen)
+    def choose(self, backend: str | None, device: torch.device, call: Arguments | None = None) -> str:
+        """Return the backend of `decide`; log once why a CUDA call does not use Triton."""
+        chosen, reason = self.decide(backend, device, call)
         if device.type == "cuda" and reason.startswith(_FALLBACK) and not torch.compiler.is_compiling():
             message = f"{self.name} runs on {chosen!r}: {reason}"
             if message not in _warned:
@@ -190,10 +143,12 @@ class Op:
                 logger.warning(message)
         return chosen
 
-    def decide(
-        self, backend: str | None, device: torch.device, call: Arguments | None = None, max_seqlen: int | None = None
-    ) -> tuple[str, str]:
-        """Return the name of the backend and the reason for its selection; without a call, for any call."""
+    def decide(self, backend: str | None, device: torch.device, call: Arguments | None = None) -> tuple[str, str]:
+        """Return the name of the backend and the reason for its selection; without a call, for any call.
+
+        Raises:
+            ValueError: if the backend was specified by name and does not support the call.
+        """
         if backend is not None:
             requested, source = _checked(backend, f"{self.name}'s argument backend"), "its argument"
         elif _override is not None:
@@ -205,45 +160,32 @@ class Op:
                 raise ValueError(f"{self.name} has no backend 'native'; choose 'torch' or 'auto'")
             requested = "auto"  # the setting applies to all ops
         if requested == "auto":
-            return self.best(device, call, max_seqlen)
-        if requested in ("native", "triton"):
-            against = (
-                self.against_native(device, call)
-                if requested == "native"
-                else self.against_triton(device, call, max_seqlen)
-            )
-            if against is not None:
-                raise ValueError(f"{self.name} cannot run on {requested!r}: {against}; choose 'torch' or 'auto'")
-        return requested, f"chosen by {source}"
-
-    def best(self, device: torch.device, call: Arguments | None, max_seqlen: int | None) -> tuple[str, str]:
-        """Return the fastest backend that supports a call on `device`, and the reason for its selection."""
-        # Interpreted kernels are for tests only, so they must be selected by name.
-        if device.type != "cuda":
+            # Interpreted Triton kernels are for tests only, so they must be selected by name.
+            if device.type == "cuda":
+                against = self.against("triton", device, call)
+                if mode() == EXPORTED:
+                    against = "exported programs must not depend on this package"
+                return ("triton", "automatic choice") if against is None else ("torch", _FALLBACK + against)
             if self.native_unsupported is None or device.type != "cpu":
                 return "torch", f"{_FALLBACK}the tensors are on {device.type}"
-            against = self.against_native(device, call)
+            against = self.against("native", device, call)
             return ("native", "automatic choice") if against is None else ("torch", against)
-        if is_exporting():
-            against = "exported programs must not depend on this package"
-        else:
-            against = self.against_triton(device, call, max_seqlen)
-        return ("triton", "automatic choice") if against is None else ("torch", _FALLBACK + against)
+        if requested in ("native", "triton") and (against := self.against(requested, device, call)) is not None:
+            raise ValueError(f"{self.name} cannot run on {requested!r}: {against}; choose 'torch' or 'auto'")
+        return requested, f"chosen by {source}"
 
-    def against_native(self, device: torch.device, call: Arguments | None) -> str | None:
-        """Return the reason why the C library cannot compute a call on `device`, or None if it can."""
-        if device.type != "cpu":
-            return f"the tensors are on {device.type}"
-        assert self.native_unsupported is not None
-        return self.native_unsupported(**call or {})
-
-    def against_triton(self, device: torch.device, call: Arguments | None, max_seqlen: int | None) -> str | None:
-        """Return the reason why the Triton kernels cannot compute a call on `device`, or None if they can."""
+    def against(self, backend: str, device: torch.device, call: Arguments | None) -> str | None:
+        """Return the reason why `"native"` or `"triton"` cannot compute a call on `device`, or None if it can."""
+        if backend == "native":
+            if device.type != "cpu":
+                return f"the tensors are on {device.type}"
+            assert self.native_unsupported is not None
+            return self.native_unsupported(**call or {})
         if (reason := _unavailable_reason(device)) is not None:
             return reason
-        if is_transformed():
+        if mode() == TRANSFORMED:
             return "transforms of torch.func and forward mode require operators of PyTorch"
-        return None if call is None else self.unsupported(**call, max_seqlen=max_seqlen)
+        return None if call is None else self.unsupported(**call)
 
 
 _FALLBACK = "no Triton kernel: "

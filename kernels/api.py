@@ -7,11 +7,11 @@ from .gated_attention.op import gated_attention, gated_attention_step
 from .luna_attention.op import luna_attention, luna_pack, luna_unpack
 from .luna_causal_attention.op import luna_causal_attention, luna_causal_attention_step
 from .luna_causal_attention.reference import LunaCausalState
-from .moving_average.coefficients import complex_ema_coefficients, ema_coefficients
-from .moving_average.complex_ema import complex_ema, complex_ema_step
-from .moving_average.damped_ema import damped_ema, damped_ema_step
-from .moving_average.diagonal_ssm import diagonal_ssm, diagonal_ssm_coefficients, diagonal_ssm_step, discretize
-from .moving_average.truncated import TruncatedEmaState
+from .recurrence.coefficients import complex_ema_coefficients, ema_coefficients
+from .recurrence.complex_ema import complex_ema, complex_ema_step
+from .recurrence.damped_ema import damped_ema, damped_ema_step
+from .recurrence.diagonal_ssm import diagonal_ssm, diagonal_ssm_coefficients, diagonal_ssm_step, discretize
+from .recurrence.truncated import TruncatedEmaState
 from .timestep_norm.op import timestep_norm, timestep_norm_step
 from .timestep_norm.reference import TimestepNormState
 

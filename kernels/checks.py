@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .sequences import Sequences, check_cu_seqlens
 from .upcast import upcast_dtype
-from .varlen import check_cu_seqlens
 
 
 def check_mask(op: str, mask: Tensor | None, shape: torch.Size, name: str = "mask") -> None:
@@ -27,8 +27,8 @@ def check_sequences(
     op: str, x: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None, max_seqlen: int | None, *,
     features: str = "channels", lengths: Tensor | None = None, return_state: bool = False,
     compares_length: bool = False,
-) -> tuple[int, int | None]:  # fmt: skip
-    """Return the number of sequences in `[B, T, D]` or, with `cu_seqlens`, `[1, total, D]`, and `max_seqlen`.
+) -> Sequences:  # fmt: skip
+    """Return the sequences in `[B, T, D]` or, with `cu_seqlens`, `[1, total, D]`.
 
     Raises:
         ValueError: unless T is at least 1, the mask fits, and `lengths` are `[B]` integers that the call uses;
@@ -45,12 +45,11 @@ def check_sequences(
     if cu_seqlens is None:
         if max_seqlen is not None:
             raise ValueError(f"{op}: max_seqlen requires cu_seqlens; omit max_seqlen or pass cu_seqlens")
-        return x.shape[0], None
-    if x.shape[0] != 1:
+    elif x.shape[0] != 1:
         raise ValueError(f"{op} needs x [1, total, {features}] with cu_seqlens, got {list(x.shape)}")
-    return len(cu_seqlens) - 1, check_cu_seqlens(
-        op, cu_seqlens, max_seqlen, x.shape[1], compares_length=compares_length
-    )
+    else:
+        max_seqlen = check_cu_seqlens(op, cu_seqlens, max_seqlen, x.shape[1], compares_length=compares_length)
+    return Sequences(mask, cu_seqlens, max_seqlen, lengths)
 
 
 def check_position(op: str, x: Tensor, mask: Tensor | None, features: str) -> None:
@@ -61,10 +60,13 @@ def check_position(op: str, x: Tensor, mask: Tensor | None, features: str) -> No
 
 
 def check_average(
-    op: str, x: Tensor, parameters: Sequence[Tensor], skip: Tensor | None, state: Tensor | None, state_shape: list[int],
-    coefficients: tuple[Tensor, ...] | None = None,
+    op: str, x: Tensor, parameters: Sequence[Tensor], skip: Tensor | None, state: Tensor | None, sequences: Sequences,
+    shape: list[int], coefficients: tuple[Tensor, ...] | None = None,
 ) -> None:  # fmt: skip
-    """Raise `ValueError` unless dtypes, skip, state and the coefficients of a step fit a moving average."""
+    """Raise `ValueError` unless dtypes, skip, state and the coefficients of a step fit a moving average.
+
+    `shape` is that of the states of one sequence.
+    """
     tensors = (x, *parameters)
     for tensor in tensors:
         if not tensor.is_floating_point():
@@ -72,11 +74,12 @@ def check_average(
     if skip is not None and skip.shape != x.shape[-1:]:
         raise ValueError(f"{op} needs a skip of shape {list(x.shape[-1:])}, got {list(skip.shape)}")
     if coefficients is not None:
-        dtype, shape = upcast_dtype(x, *parameters), state_shape[1:]
+        dtype = upcast_dtype(x, *parameters)
         if [(of.dtype, list(of.shape)) for of in coefficients] != [(dtype, shape)] * 3:
             found = ", ".join(f"{of.dtype} {list(of.shape)}" for of in coefficients)
             raise ValueError(f"{op} needs three `coefficients` of {dtype} {shape}, got {found}; compute them again")
     if state is not None:
+        state_shape = [sequences.count(x), *shape]
         if list(state.shape) != state_shape or state.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"{op} needs a float32 or float64 state {state_shape}, got {state.dtype} {list(state.shape)}"

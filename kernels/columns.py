@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._export import is_eager
+from ._mode import TRANSFORMED, mode
 
 
 def in_columns(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,6 +106,6 @@ def pad_columns(x: Tensor, before: int, count: int) -> Tensor:
 
 def unless_zero(rows: Tensor | None) -> Tensor | None:
     """Return None if all rows are zero and this can be checked without device synchronization, else the rows."""
-    if type(rows) is not Tensor or rows.device.type != "cpu" or not is_eager():
+    if type(rows) is not Tensor or rows.device.type != "cpu" or mode() >= TRANSFORMED:
         return rows
     return rows if rows.any() else None

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ._export import forbid_capture, in_program
+from ._mode import COMPILED, forbid_capture, mode
 
 # For fewer entries, PyTorch's single call is faster than these five.
 FEW = 4096
@@ -26,7 +26,7 @@ def dropout_factors(like: Tensor, probability: float, generator: torch.Generator
     """
     kept = round((1.0 - probability) * 2**16)
     few = like.numel() < FEW or min(kept, 2**16 - kept) < 2**9
-    if few or like.device.type != "cpu" or type(like) not in (Tensor, nn.Parameter) or in_program():
+    if few or like.device.type != "cpu" or type(like) not in (Tensor, nn.Parameter) or mode() >= COMPILED:
         return torch.empty_like(like).bernoulli_(1.0 - probability, generator=generator).div_(1.0 - probability)
     words = torch.empty(-(-like.numel() // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
     bits = words.view(torch.int16)[: like.numel()].view(like.shape)
@@ -35,7 +35,7 @@ def dropout_factors(like: Tensor, probability: float, generator: torch.Generator
 
 def dropout(x: Tensor, probability: float) -> Tensor:
     """Return `torch.nn.functional.dropout`, computed with `dropout_factors` for large tensors on CPU."""
-    if probability in (0.0, 1.0) or x.numel() < FEW or x.device.type != "cpu" or in_program():
+    if probability in (0.0, 1.0) or x.numel() < FEW or x.device.type != "cpu" or mode() >= COMPILED:
         return nn.functional.dropout(x, probability)
     return x * dropout_factors(x, probability)
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .moving_average.coefficients import complex_ema_coefficients, ema_coefficients
-from .moving_average.complex_ema import complex_ema, complex_ema_step
-from .moving_average.damped_ema import damped_ema, damped_ema_step
-from .moving_average.diagonal_ssm import diagonal_ssm, diagonal_ssm_coefficients, diagonal_ssm_step, discretize
+from .recurrence.coefficients import complex_ema_coefficients, ema_coefficients
+from .recurrence.complex_ema import complex_ema, complex_ema_step
+from .recurrence.damped_ema import damped_ema, damped_ema_step
+from .recurrence.diagonal_ssm import diagonal_ssm, diagonal_ssm_coefficients, diagonal_ssm_step, discretize
 from .upcast import as_complex, upcast, upcast_dtype
 
 __all__ = ["ComplexMovingAverage", "DiagonalSSM", "MovingAverage"]

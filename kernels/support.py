@@ -5,36 +5,30 @@ Code outside of `kernels` imports the operators from `api` and everything else f
 
 from ._custom_operator import is_plain
 from ._dispatch import without_autocast
-from ._export import (
-    forbid_capture,
-    forbid_tracing,
-    in_program,
-    is_capturing,
-    is_eager,
-    is_exporting,
-)
+from ._mode import COMPILED, EXPORTED, TRANSFORMED, forbid_capture, is_capturing, mode, tracing_error
 from .columns import roll_columns, take_columns
 from .dropout import Dropout
 from .gated_attention.window import KeyWindow, attend
+from .sequences import check_cu_seqlens, checked_copy, locate
 from .upcast import upcast, upcast_dtype
-from .varlen import check_cu_seqlens, checked_copy, locate
 
 __all__ = [
+    "COMPILED",
+    "EXPORTED",
+    "TRANSFORMED",
     "Dropout",
     "KeyWindow",
     "attend",
     "check_cu_seqlens",
     "checked_copy",
     "forbid_capture",
-    "forbid_tracing",
-    "in_program",
     "is_capturing",
-    "is_eager",
-    "is_exporting",
     "is_plain",
     "locate",
+    "mode",
     "roll_columns",
     "take_columns",
+    "tracing_error",
     "upcast",
     "upcast_dtype",
     "without_autocast",

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ._export import is_eager
+from ._mode import TRANSFORMED, mode
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def upcast_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 def as_complex(pairs: Tensor) -> Tensor:
     """Return real pairs `[..., 2]` as complex numbers, without a copy if their place in the storage allows that."""
-    if not is_eager():  # neither place nor strides are known
+    if mode() >= TRANSFORMED:  # neither place nor strides are known
         return torch.complex(*pairs.unbind(-1))
     pairs = pairs.contiguous()  # does not change the strides of an empty tensor
     if pairs.storage_offset() % 2 or pairs.stride(-1) != 1:

@@ -5,7 +5,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from luna_mega.kernels.support import is_exporting
+from luna_mega.kernels.support import EXPORTED, mode
 from luna_mega.modeling_common.base import INPUT_NAMES, BodyMixin
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.masks import can_look, can_read
@@ -50,7 +50,7 @@ def check_options(model: BodyMixin, options: Mapping[str, Any], attention_mask: 
 
 def check_cached_weights(requested: bool) -> None:
     """Raise `ValueError` for attention weights of a step, which do not exist for the positions in the cache."""
-    if requested and not is_exporting():
+    if requested and mode() != EXPORTED:
         raise ValueError("`output_attentions=True` requires a new cache; pass `use_cache=False` for the weights")
 
 
@@ -200,7 +200,7 @@ def check_source(
     if cached is not None:
         cached.check_sizes(config, rows)
         seen = cached.get_seq_length()
-        if length not in (None, seen) and not model.packs and not is_exporting():
+        if length not in (None, seen) and not model.packs and mode() != EXPORTED:
             raise ValueError(f"`cache` has another source, of length {seen}, not {length}; pass a new cache")
         length = seen if length is None else length
     if mask is not None and (states is not None or not model.packs) and mask.shape != (rows, length):

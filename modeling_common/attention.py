@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.kernels.support import KeyWindow, is_exporting, roll_columns, take_columns
+from luna_mega.kernels.support import EXPORTED, KeyWindow, mode, roll_columns, take_columns
 from luna_mega.modeling_common.cache import StateLayer
 from luna_mega.modeling_common.masks import can_look
 
@@ -46,7 +46,7 @@ class KeyValueCacheLayer(StateLayer):
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, chunk_size: int | None
     ) -> KeyWindow:
         """Add keys, values and mask (None = all) of T positions, and return those visible to these positions."""
-        exporting, self._chunk = is_exporting(), chunk_size
+        exporting, self._chunk = mode() == EXPORTED, chunk_size
         self._aligned = aligned = mask is None and not exporting and getattr(self, "_aligned", False)
         if not aligned and mask is None:
             mask = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
@@ -161,7 +161,7 @@ class KeyValueCacheLayer(StateLayer):
         if self.keys is not None:
             before = begun if chunk_size is None else begun % chunk_size
             width = self.keys.shape[1] if chunk_size is None else chunk_size - 1
-            if not is_exporting():
+            if mode() != EXPORTED:
                 width = min(width, self.seen)
             columns = roll_columns(before - width, width)
             old: Any = (take_columns(x[:, :width], columns) for x in (self.keys, self.values, self.mask))

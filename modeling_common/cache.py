@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.kernels.support import forbid_capture, is_capturing, is_eager, is_exporting
+from luna_mega.kernels.support import EXPORTED, TRANSFORMED, forbid_capture, is_capturing, mode
 from luna_mega.modeling_common.base import CommonPreTrainedModel
 
 _PREFIX_TUNING = "prefix tuning, which passes keys and values, is not supported: use prompt tuning or LoRA"
@@ -39,7 +39,7 @@ def keeps_derived(x: torch.Tensor) -> bool:
 
     Compiled programs and graphs of a GPU compute them at every step.
     """
-    return is_eager() and _derived.values is not None and not (torch.is_grad_enabled() or is_capturing(x))
+    return mode() < TRANSFORMED and _derived.values is not None and not (torch.is_grad_enabled() or is_capturing(x))
 
 
 def derive(owner: Hashable, name: str, x: torch.Tensor, compute: Callable[[], Any], key: Hashable = None) -> Any:
@@ -211,7 +211,7 @@ class StateCache(Cache):
     def check_sizes(self, config: PreTrainedConfig, batch: int) -> None:
         """Raise `ValueError` unless the cache is empty, or fits a model of `config` and B sequences."""
         # Comparing sizes would specialize an exported program on the cache of the example.
-        if not self.layers[0].is_initialized or is_exporting():
+        if not self.layers[0].is_initialized or mode() == EXPORTED:
             return
         sizes = self.sizes | {"batch size": self.layers[0].batch_size}
         needed = {name: getattr(config, name) for name in self.sizes} | {"batch size": batch}
@@ -356,7 +356,7 @@ def keeps_cache(model: CommonPreTrainedModel) -> bool:
 
     In export, the lengths of a cache that is no input would be constants of the example inputs.
     """
-    return model.config.use_cache and not model.training and not is_exporting()
+    return model.config.use_cache and not model.training and mode() != EXPORTED
 
 
 def begin_cache(model: CommonPreTrainedModel, cache: Cache | None, use_cache: bool | None) -> Cache | None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from luna_mega.kernels.support import forbid_tracing, in_program
+from luna_mega.kernels.support import COMPILED, mode, tracing_error
 from luna_mega.modeling_common.arguments import (
     check_cached_weights,
     check_input,
@@ -101,7 +101,8 @@ def prepare(
         ValueError: The arguments do not fit together or are not supported by the model, see `arguments.py`.
         RuntimeError: The model is being traced by `torch.jit.trace`.
     """
-    forbid_tracing()
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        raise tracing_error()
     config = model.config
     model.check_built()
     cache = cross_cache = None
@@ -171,7 +172,7 @@ def mask_of_new(mask: torch.Tensor, given: torch.Tensor | None, seen: int) -> to
     if mask.dim() != 2 or given is None or given.dim() < 2:
         return mask  # `check_input` raises the error
     # In an exported program `seen` is a flag.
-    return mask[:, -given.shape[1] :] if in_program() or mask.shape[1] == seen + given.shape[1] else mask
+    return mask[:, -given.shape[1] :] if mode() >= COMPILED or mask.shape[1] == seen + given.shape[1] else mask
 
 
 def read_source(

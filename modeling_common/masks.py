@@ -5,7 +5,7 @@ from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
-from luna_mega.kernels.support import in_program, is_capturing, is_eager
+from luna_mega.kernels.support import COMPILED, TRANSFORMED, is_capturing, mode
 
 logger = logging.get_logger(__name__)
 
@@ -15,12 +15,12 @@ _LARGEST = 2.0**16
 
 def can_read(x: torch.Tensor) -> bool:
     """Return whether the values can be read: not while a model is being compiled, exported, captured or transformed."""
-    return type(x) is torch.Tensor and is_eager() and not (x.is_meta or is_capturing(x))
+    return type(x) is torch.Tensor and mode() < TRANSFORMED and not (x.is_meta or is_capturing(x))
 
 
 def can_look(x: torch.Tensor) -> bool:
     """Return whether reading the values is free: on a CPU, if they can be read."""
-    return type(x) is torch.Tensor and x.device.type == "cpu" and is_eager()
+    return type(x) is torch.Tensor and x.device.type == "cpu" and mode() < TRANSFORMED
 
 
 def read_mask(name: str, mask: torch.Tensor | None, drop_full: bool = False) -> torch.Tensor | None:
@@ -68,7 +68,7 @@ def find_mask(input_ids: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor
     """Return the bool mask of the tokens that are not padding, see `padding_token`; None if there is no such token."""
     if (pad := padding_token(config)) is not None:
         return input_ids != pad
-    if config.pad_token_id is not None and not in_program():
+    if config.pad_token_id is not None and mode() < COMPILED:
         logger.warning_once(
             f"`pad_token_id` and `eos_token_id` are both {config.pad_token_id}, so that the decoder does not infer an "
             "attention mask from `input_ids`; pass `attention_mask` if the batch has padding."

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from luna_mega.kernels.support import check_cu_seqlens, checked_copy, forbid_capture, in_program, locate
+from luna_mega.kernels.support import COMPILED, check_cu_seqlens, checked_copy, forbid_capture, locate, mode
 from luna_mega.modeling_common.masks import can_look
 
 # Keyword arguments of a padding-free batch, as `DataCollatorWithFlattening` returns them.
@@ -123,7 +123,7 @@ def unpad(mask: torch.Tensor | None) -> PaddingFreeLayout | None:
 
     A batch without any kept token remains dense, because ops require a token.
     """
-    if mask is None or in_program():
+    if mask is None or mode() >= COMPILED:
         return None
     forbid_capture(mask, "unpad_inputs, whose size depends on the mask", BOUNDS)
     if not mask.any():
@@ -139,7 +139,7 @@ def _next_starts(
 
     Raise `ValueError` unless `seq_idx` has an integer for every position.
     """
-    if in_program():
+    if mode() >= COMPILED:
         return None
     if (seq_idx := options.get("seq_idx")) is not None:
         if not isinstance(seq_idx, torch.Tensor) or seq_idx.is_floating_point() or seq_idx.shape != tuple(shape):

@@ -36,7 +36,7 @@ from luna_mega.kernels.api import (
     luna_pack,
     luna_unpack,
 )
-from luna_mega.kernels.support import Dropout, forbid_capture, in_program
+from luna_mega.kernels.support import COMPILED, Dropout, forbid_capture, mode
 from luna_mega.modeling_common.arguments import HeadKwargs, ModelKwargs
 from luna_mega.modeling_common.base import (
     BodyMixin,
@@ -743,7 +743,7 @@ def number_positions(config: LunaConfig, inputs: Inputs) -> torch.Tensor:
         if inputs.cache is not None and inputs.seen:
             positions = positions + inputs.cache.layers[0].tensors["count"][:, None]
     # Padding has no positions. Programs contain no branch on values.
-    if longest is not None and length > longest and (inputs.model_cache is not None or not in_program()):
+    if longest is not None and length > longest and (inputs.model_cache is not None or mode() < COMPILED):
         forbid_capture(positions, f"{length} positions of a model that has learned {longest}", "shorten the input")
         if inputs.position_ids is None and not inputs.seen:
             counts = layout.counts()

@@ -34,13 +34,14 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients, gated_attention
 from luna_mega.kernels.support import (
+    COMPILED,
+    EXPORTED,
     Dropout,
     KeyWindow,
     attend,
-    in_program,
     is_capturing,
-    is_exporting,
     is_plain,
+    mode,
     upcast,
 )
 from luna_mega.modeling_common.attention import KeyValueCacheLayer, cached_backend
@@ -280,7 +281,7 @@ class MegaSimpleRelativeBias(nn.Module):
         entries, center = self.rel_pos_bias.shape[0], self.center
         longest = min(center + 1, entries - center)
         if length > longest:
-            tokens = length if count is None or in_program() else count()
+            tokens = length if count is None or mode() >= COMPILED else count()
             if tokens <= longest:
                 return nn.functional.pad(self(longest), [length - longest] * 2)
             raise ValueError(
@@ -566,7 +567,7 @@ class MegaGatedAttention(nn.Module):
             length = max(length, cache.keys.shape[1]) if chunk is None else 2 ** max(6, (length - 1).bit_length())
         if chunk is not None:
             # A table contains a chunk, and programs support every length. After an offset, queries can be anywhere.
-            is_entire = is_simple or in_program() or (window.offset > 0 and not window.step)
+            is_entire = is_simple or mode() >= COMPILED or (window.offset > 0 and not window.step)
             length, grid = chunk if is_entire else min(chunk, length), None
 
         def count() -> int:
@@ -679,7 +680,7 @@ class MegaGatedCrossAttention(nn.Module):
         offset, positions = 0, max(seen, key.shape[1])
         if cache is not None:
             start = cache.position - (seen if layout.lengths is None else layout.lengths)
-            if not is_exporting():
+            if mode() != EXPORTED:
                 offset, positions = cache.seen - seen, max(cache.seen, key.shape[1])
                 start = start - offset
             elif self.config.relative_positional_bias == "simple":

@@ -24,13 +24,13 @@ import yaml
 
 import luna_mega
 from luna_mega import compat
-from luna_mega.kernels.moving_average import native
+from luna_mega.kernels.recurrence import native
 from tests.distributed.ranks import PATIENCE
 
 ROOT = Path(__file__).resolve().parent.parent
 ENCODED = ("luna_mega", "convert", "modeling_common", "kernels", "examples", "benchmarks")
 SCRIPT_FOLDERS = ["requirements", "docs", "tests", "examples", "benchmarks"]
-LIBRARY = "luna_mega/kernels/moving_average/_native.so"
+LIBRARY = "luna_mega/kernels/recurrence/_native.so"
 
 # Runs in each installation. One process collects all results, because every start imports torch and transformers.
 PROBE = """
@@ -39,7 +39,7 @@ import transformers
 import luna_mega, luna_mega_cli
 import luna_mega.convert
 from luna_mega.kernels import api
-from luna_mega.kernels.moving_average import native
+from luna_mega.kernels.recurrence import native
 from luna_mega.modeling_luna import modeling_luna
 
 config = luna_mega.LunaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from .._dispatch import Arguments, Op
-from .._export import in_program, is_eager, is_exporting
+from .._mode import COMPILED, EXPORTED, TRANSFORMED, mode
 from ..checks import check_dropout, check_mask
 from ..columns import in_columns, in_last_column, pad_columns, roll_columns, take_columns, unless_zero
-from ..varlen import check_cu_seqlens
+from ..sequences import Sequences, check_cu_seqlens, in_rows
 from . import reference, torch_backend, torch_step
 
 
@@ -91,18 +91,30 @@ def _fast(run: Callable[..., Any]) -> Callable[..., Any]:
     return run_any
 
 
-BACKENDS = {"reference": _reference, "torch": _fast(torch_backend.attend), "triton": _fast(_triton)}
+_fast_triton = _fast(_triton)
+
+
+def _any_triton(sequences: Sequences, **call: Any) -> Tensor:
+    if sequences.bounds is not None:
+        call |= {"cu_seqlens": sequences.bounds, "max_seqlen": sequences.longest}
+    output: Tensor = _fast_triton(mask=sequences.mask, **call)
+    return output
+
+
 ATTEND = Op(
     "gated_attention",
-    BACKENDS,
+    {
+        "reference": in_rows(_reference, "query", "key", "value"),
+        "torch": in_rows(_fast(torch_backend.attend), "query", "key", "value"),
+        "triton": _any_triton,
+    },
     _unsupported,
-    tokens=("query", "key", "value"),
-    with_weights=in_columns(_with_weights),
+    with_weights=in_rows(in_columns(_with_weights)),
     under_autocast=_round,
 )
 
 
-_triton_in_last_column = in_last_column(BACKENDS["triton"])
+_triton_in_last_column = in_last_column(_fast_triton)
 
 
 def _triton_step(column: Tensor | None, **call: Any) -> Tensor:
@@ -115,7 +127,6 @@ STEP = Op(
     "gated_attention_step",
     {"reference": in_last_column(_reference), "torch": torch_step.step, "triton": _triton_step},
     partial(_unsupported, offset=0, row_offset=None),
-    tokens=("query", "key", "value"),
     under_autocast=_round,
 )
 
@@ -199,7 +210,7 @@ def gated_attention(
     _check_call(op, query, key, value, mask, *options, row_offset=row_offset, start=start)
     # Reading the values on a GPU would synchronize the device.
     if start is not None and chunk_size not in (None, 1) and offset == 0 and start.device.type == "cpu":
-        if is_eager() and (start > 0).any():
+        if mode() < TRANSFORMED and (start > 0).any():
             raise ValueError(
                 f"{op}: start is {start.tolist()}, so the first keys of a chunk are missing; pass the number of "
                 "earlier keys as offset"
@@ -214,16 +225,18 @@ def gated_attention(
         max_seqlen = check_cu_seqlens(op, cu_seqlens, max_seqlen, length, compares_length=compares)
     longest: Any = max(offset + length, key.shape[1]) if cu_seqlens is None else max_seqlen
     # In a program the length may vary, so chunks longer than the input are padded.
-    short = chunk_size is not None and not in_program() and offset == 0 and longest <= chunk_size
+    short = chunk_size is not None and mode() < COMPILED and offset == 0 and longest <= chunk_size
     _check_bias(op, bias, longest if chunk_size is None or short else chunk_size)
     if chunk_size == 1 and start is not None:  # chunks start at every position
         start = start.clamp(max=0)
     if short and not return_weights:
         chunk_size = None
-    call: Arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "function": function}
-    call |= {"causal": causal, "chunk_size": chunk_size, "offset": offset, "row_offset": unless_zero(row_offset)}
-    call |= {"start": unless_zero(start), "dropout": dropout} | ({"heads": heads} if return_weights else {})
-    return ATTEND(backend, call, cu_seqlens, max_seqlen, return_weights)
+    call: Arguments = {"query": query, "key": key, "value": value, "bias": bias, "start": unless_zero(start)}
+    call |= {"function": function, "causal": causal, "chunk_size": chunk_size, "offset": offset, "dropout": dropout}
+    call |= {"row_offset": unless_zero(row_offset), "sequences": Sequences(mask, cu_seqlens, max_seqlen)}
+    if return_weights:
+        call["heads"] = heads
+    return ATTEND(backend, call, return_weights)
 
 
 def gated_attention_step(
@@ -269,7 +282,7 @@ def attend_last(
     if chunk_size is not None:
         # The chunk's first position becomes position 0, so earlier keys are masked.
         last = window = key.shape[1] - 1
-        if is_exporting():  # slicing would fix the length of the keys
+        if mode() == EXPORTED:  # slicing would fix the length of the keys
             start = torch.zeros_like(key[:, 0, 0], dtype=torch.int64) if start is None else start
         else:
             window = last % chunk_size if start is None else min(last, chunk_size - 1)

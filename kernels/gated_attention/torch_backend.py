@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .._custom_operator import register
-from .._export import chunk_positions, in_parts, in_program, is_known
+from .._export import chunk_positions
+from .._mode import COMPILED, FORMULAS, is_known, mode
 from ..dropout import dropout_factors, host_seed
 from ..upcast import upcast_dtype
 from . import reference
@@ -38,7 +39,7 @@ def attend(
         return _attend_full(query, key, value, bias, mask, function, causal, offset, row_offset, start, dropout)
     options = (function, causal, 0, None, None, dropout)
     batch, length, _ = query.shape
-    if in_program():
+    if mode() >= COMPILED:
         # So that one exported program supports any length, including incomplete chunks.
         position, real = chunk_positions(length, chunk_size, query.device)
         mask = real.expand(batch, -1, -1) if mask is None else mask[:, position] & real
@@ -49,7 +50,7 @@ def attend(
     parts = []
     for first, stop, size in ((0, complete, chunk_size), (complete, length, length - complete)):
         if first < stop:
-            q, k, v = (x[:, first:stop].reshape(-1, size, x.shape[2]) for x in (query, key, value))
+            q, k, v = [x[:, first:stop].reshape(-1, size, x.shape[2]) for x in (query, key, value)]
             m = None if mask is None else mask[:, first:stop].reshape(-1, size)
             output = _attend_full(q, k, v, bias, m, *options)
             parts.append(output.view(batch, stop - first, value.shape[2]))
@@ -60,7 +61,7 @@ def _attend_full(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, function: str, causal: bool,
     offset: int, row_offset: Tensor | None, start: Tensor | None, dropout: float,
 ) -> Tensor:  # fmt: skip
-    if in_parts():
+    if mode() in FORMULAS:
         scoring = (bias, mask, function, causal, None, offset, row_offset, start)
         return reference.attend(query, key, value, *scoring, dropout=dropout)[0]
     if bias is not None:

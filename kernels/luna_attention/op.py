@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,17 +9,18 @@ from torch import Tensor
 
 from .._dispatch import Arguments, Op
 from ..checks import check_dropout, check_mask
-from ..varlen import check_cu_seqlens
+from ..sequences import Sequences, check_cu_seqlens, in_rows
 from . import reference, torch_backend
 
 
-def _triton(varlen_side: str, cu_seqlens: Tensor | None = None, **call: Any) -> Tensor:
+def _triton(varlen_side: str, sequences: Sequences, **call: Any) -> Tensor:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from . import triton_ops
 
-    if cu_seqlens is None:
+    if sequences.bounds is None:
         return torch_backend.sdpa(**call) if _sdpa_is_best(**call) else triton_ops.attend(**call)
-    return triton_ops.attend(**call, cu_seqlens=cu_seqlens, varlen_side=varlen_side)
+    varlen = {"cu_seqlens": sequences.bounds, "varlen_side": varlen_side, "max_seqlen": sequences.longest}
+    return triton_ops.attend(**call, **varlen)
 
 
 def _reference(**call: Any) -> Tensor:
@@ -35,17 +35,35 @@ def _unsupported(query: Tensor, **_: object) -> str | None:
     return None
 
 
-def _op(name: str, varlen_side: str, **options: Any) -> Op:
-    backends: dict[str, Callable[..., Any]] = {
-        "reference": _reference,
-        "torch": torch_backend.attend,
-        "triton": partial(_triton, varlen_side),
-    }
-    return Op(name, backends, _unsupported, with_weights=reference.attend, **options)
+def _pack_in_rows(run: Callable[..., Any]) -> Callable[..., Any]:
+    return in_rows(run, "key", "value", of_tokens=False)
 
 
-PACK = _op("luna_pack", "key", tokens=("key", "value"), tokens_out=False)
-UNPACK = _op("luna_unpack", "query", tokens=("query",), mask=None)
+def _unpack_in_rows(run: Callable[..., Any]) -> Callable[..., Any]:
+    # The mask is that of P, and does not apply to queries.
+    return in_rows(lambda mask, pack_mask, **call: run(mask=pack_mask, **call), "query")
+
+
+PACK = Op(
+    "luna_pack",
+    {
+        "reference": _pack_in_rows(_reference),
+        "torch": _pack_in_rows(torch_backend.attend),
+        "triton": lambda sequences, **call: _triton("key", sequences, mask=sequences.mask, **call),
+    },
+    _unsupported,
+    with_weights=in_rows(reference.attend),
+)
+UNPACK = Op(
+    "luna_unpack",
+    {
+        "reference": _unpack_in_rows(_reference),
+        "torch": _unpack_in_rows(torch_backend.attend),
+        "triton": lambda sequences, pack_mask, **call: _triton("query", sequences, mask=pack_mask, **call),
+    },
+    _unsupported,
+    with_weights=_unpack_in_rows(reference.attend),
+)
 ATTENTION = replace(PACK, name="luna_attention")  # for `explain`
 
 
@@ -177,7 +195,7 @@ def _attend(
     op: Op, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, return_weights: bool,
     backend: str | None, cu_seqlens: Tensor | None, max_seqlen: int | None,
 ) -> Any:  # fmt: skip
-    name, varlen_side = op.name, op.tokens[0]
+    name, varlen_side = op.name, "key" if op is PACK else "query"
     if query.dim() != 4 or key.dim() != 4:
         raise ValueError(
             f"{name} needs [batch, length, heads, head size] tensors, got {list(query.shape)} and {list(key.shape)}"
@@ -202,9 +220,12 @@ def _attend(
         raise ValueError(f"{name}: dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}")
     check_mask(name, mask, key.shape[:2])
     check_dropout(name, dropout)
-    call: Arguments = {"query": query, "key": key, "value": value, "mask": mask, "dropout": dropout}
-    call["scale"] = query.shape[-1] ** -0.5
-    return op(backend, call, cu_seqlens, max_seqlen, return_weights)
+    call: Arguments = {"query": query, "key": key, "value": value, "dropout": dropout, "scale": query.shape[-1] ** -0.5}
+    if op is PACK:
+        call["sequences"] = Sequences(mask, cu_seqlens, max_seqlen)
+    else:
+        call |= {"pack_mask": mask, "sequences": Sequences(None, cu_seqlens, max_seqlen)}
+    return op(backend, call, return_weights)
 
 
 def _sdpa_is_best(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **_: object) -> bool:

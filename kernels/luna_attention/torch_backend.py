@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from .._custom_operator import differentiate_parts, register
-from .._export import is_exporting, is_transformed
+from .._mode import EXPORTED, TRANSFORMED, mode
 from ..dropout import dropout as drop
 from ..upcast import upcast_dtype
 from . import reference
@@ -15,10 +15,10 @@ from . import reference
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
     """Return `reference.attend` without the weights. Shapes `[B, T, H, K]`, mask `[B, M]`."""
-    if is_transformed():  # PyTorch's fused kernels have no tangents and no second derivatives
+    if mode() == TRANSFORMED:  # PyTorch's fused kernels have no tangents and no second derivatives
         return reference.attend(query, key, value, mask, scale, dropout)[0]
     # Exported programs must not depend on this package, so export uses PyTorch's own operator.
-    if query.device.type != "cpu" or is_exporting():
+    if query.device.type != "cpu" or mode() == EXPORTED:
         return sdpa(query, key, value, mask, scale, dropout)
     if dropout > 0.0 and not torch.compiler.is_compiling():
         return _in_steps(query, key, value, mask, scale, dropout)

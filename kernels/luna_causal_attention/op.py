@@ -1,5 +1,6 @@
 """Luna's causal attention for a sequence or segment, and for one token (`luna_causal_attention_step`)."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from .._dispatch import Arguments, Op
 from ..checks import check_dropout, check_mask
-from ..varlen import check_cu_seqlens
+from ..sequences import Sequences, check_cu_seqlens, in_rows
 from . import reference, torch_backend
 from .reference import LunaCausalState
 
@@ -36,19 +37,24 @@ def _unsupported(query: Tensor, pack_query: Tensor, value: Tensor, **_: object) 
     return None
 
 
+def _in_rows(run: Callable[..., Any]) -> Callable[..., Any]:
+    return in_rows(run, "query", "pack_key", "key", "value")
+
+
 ATTEND = Op(
     "luna_causal_attention",
-    {"reference": reference.attend, "torch": torch_backend.attend, "triton": partial(_triton, "attend")},
+    {
+        "reference": _in_rows(reference.attend),
+        "torch": _in_rows(torch_backend.attend),
+        "triton": _in_rows(partial(_triton, "attend")),
+    },
     _unsupported,
-    tokens=("query", "pack_key", "key", "value"),
-    varlen_backends=(),
-    with_weights=reference.attend_with_weights,
+    with_weights=in_rows(reference.attend_with_weights),
 )
 STEP = Op(
     "luna_causal_attention_step",
     {"reference": _reference_step, "torch": torch_backend.step, "triton": partial(_triton, "step")},
     _unsupported,
-    tokens=("query",),
 )
 
 
@@ -135,9 +141,9 @@ def luna_causal_attention(
         max_seqlen = check_cu_seqlens(ATTEND.name, cu_seqlens, max_seqlen, query.shape[1])
         batch = cu_seqlens.numel() - 1
     call: Arguments = {"query": query, "pack_query": pack_query, "pack_key": pack_key, "key": key, "value": value}
-    call |= {"mask": mask, "pack_mask": pack_mask, "activation": activation, "state": state, "dropout": dropout}
-    _check(ATTEND.name, batch, **call)
-    *result, state = ATTEND(backend, call, cu_seqlens, max_seqlen, return_weights)
+    call |= {"pack_mask": pack_mask, "activation": activation, "state": state, "dropout": dropout}
+    _check(ATTEND.name, batch, mask=mask, **call)
+    *result, state = ATTEND(backend, call | {"sequences": Sequences(mask, cu_seqlens, max_seqlen)}, return_weights)
     result = (*result, state) if return_state else tuple(result)
     return result if len(result) > 1 else result[0]
 

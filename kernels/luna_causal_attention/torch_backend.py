@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .._custom_operator import register
-from .._export import chunk_positions, in_parts, in_program, is_known, lerp
+from .._export import chunk_positions, lerp
+from .._mode import COMPILED, FORMULAS, is_known, mode
 from ..dropout import dropout_factors, host_seed
 from ..upcast import upcast_dtype
 from . import reference
@@ -33,14 +34,14 @@ def attend(
 ) -> tuple[Tensor, LunaCausalState]:  # fmt: skip
     """Return `reference.attend`."""
     tokens = (query, pack_key, key, value)
-    if in_parts():
+    if mode() in FORMULAS:
         return _in_parts(tokens, pack_query, mask, pack_mask, activation, state, dropout)
     if is_known(query.shape[1] == 1):
         one = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
         output, state = step(*one, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
         return output[:, None], state
     # Evaluated in this order, because comparing a length adds a guard to a compiled program.
-    if state is None and not in_program() and query.shape[1] <= SHORT:
+    if state is None and mode() < COMPILED and query.shape[1] <= SHORT:
         return _short(*tokens, pack_query, mask, pack_mask, activation, dropout)
     key_mean, value_mean, seen = (None, None, None) if state is None else state
     count = reference.token_count(mask, query, seen)
@@ -285,11 +286,11 @@ class _Block:
 
 def _lower(x: Tensor) -> Tensor:
     """Return the lower triangles, in place unless `vmap` may map x: PyTorch would process one matrix at a time."""
-    return x.tril() if in_parts() else x.tril_()
+    return x.tril() if mode() in FORMULAS else x.tril_()
 
 
 def _prefix_sums(x: Tensor) -> Tensor:
-    if x.device.type != "cpu" or in_parts() or x.requires_grad:
+    if x.device.type != "cpu" or mode() in FORMULAS or x.requires_grad:
         return x.cumsum(dim=1)
     for before, row in pairwise(x.unbind(1)):  # four times as fast as cumsum, whose access is strided here
         row += before

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._dispatch import Op
 from ..checks import check_position, check_sequences
+from ..sequences import in_rows
 from . import reference, torch_backend
 from .reference import TimestepNormState, empty_state
 
@@ -32,16 +33,17 @@ def _unsupported(x: Tensor, weight: Tensor | None, bias: Tensor | None, **_: obj
 
 NORM = Op(
     "timestep_norm",
-    {"reference": reference.timestep_norm, "torch": torch_backend.timestep_norm, "triton": _triton},
+    {
+        "reference": in_rows(reference.timestep_norm, "x"),
+        "torch": in_rows(torch_backend.timestep_norm, "x"),
+        "triton": in_rows(_triton, "x"),
+    },
     _unsupported,
-    tokens=("x",),
-    varlen_backends=(),
 )
 STEP = Op(
     "timestep_norm_step",
     {"reference": reference.step, "torch": torch_backend.step, "triton": _triton_step},
     _unsupported,
-    tokens=("x",),
 )
 
 
@@ -102,11 +104,11 @@ def timestep_norm(
         >>> torch.allclose(torch.cat([first, second], 1), timestep_norm(x, 4), atol=1e-5)
         True
     """
-    sequences, max_seqlen = check_sequences("timestep_norm", x, mask, cu_seqlens, max_seqlen, features="features")
+    sequences = check_sequences("timestep_norm", x, mask, cu_seqlens, max_seqlen, features="features")
     _check("timestep_norm", x, groups, weight, bias)
-    initial_state = _checked_state("timestep_norm", x, groups, initial_state, sequences)
-    call = {"x": x, "groups": groups, "weight": weight, "bias": bias, "eps": eps, "mask": mask}
-    output, state = NORM(backend, call | {"initial_state": initial_state}, cu_seqlens, max_seqlen)
+    initial_state = _checked_state("timestep_norm", x, groups, initial_state, sequences.count(x))
+    call = {"x": x, "groups": groups, "weight": weight, "bias": bias, "eps": eps, "sequences": sequences}
+    output, state = NORM(backend, call | {"initial_state": initial_state})
     return (output, state) if return_state else output
 
 

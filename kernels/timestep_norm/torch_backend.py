@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .._custom_operator import register
-from .._export import in_parts
+from .._mode import FORMULAS, mode
 from ..upcast import upcast_dtype
 from . import torch_passes
 from .reference import TimestepNormState
@@ -28,7 +28,7 @@ def timestep_norm(
     """Return `reference.timestep_norm`; `run` is the operator, None = this file's."""
     count, mean, variance = initial_state
     if run is None:
-        run = _in_parts if in_parts() else operator
+        run = _in_parts if mode() in FORMULAS else operator
     y, _, _, _, mean, variance = run(x, weight, bias, mask, count, mean, variance, groups, eps)
     return y, TimestepNormState(count + (x.shape[1] if mask is None else mask.sum(1)), mean, variance)
 

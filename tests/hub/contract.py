@@ -225,10 +225,10 @@ def check_code(folder: Path, model_type: str) -> None:
     required = {name for file in files for name in get_imports(file)} - sys.stdlib_module_names
     assert required <= {"huggingface_hub", "packaging", "torch", "transformers"}
     family = model_type.removesuffix("_seq2seq")
-    unread = {"luna": "gated_attention|moving_average|mega", "mega": "luna|timestep_norm|megalodon"}
+    unread = {"luna": "gated_attention|recurrence|mega", "mega": "luna|timestep_norm|megalodon"}
     others = re.compile(unread.get(family, "luna|adaptive|mega(?!lodon)"))
     assert not [file.name for file in files if others.search(file.name)]
-    assert f"kernels_{'luna_attention' if family == 'luna' else 'moving_average'}_triton_ops" in texts
+    assert f"kernels_{'luna_attention' if family == 'luna' else 'recurrence'}_triton_ops" in texts
     assert "try:\n    import triton\nexcept ImportError:\n    raise\n" in texts["kernels_common_triton_launch"]
 
 

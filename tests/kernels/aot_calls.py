@@ -17,7 +17,7 @@ from luna_mega.kernels.luna_causal_attention import (
     triton_forward as causal_forward,
     triton_step as causal_step,
 )
-from luna_mega.kernels.moving_average import triton_scan, triton_scan_backward, triton_step
+from luna_mega.kernels.recurrence import triton_scan, triton_scan_backward, triton_step
 from luna_mega.kernels.timestep_norm import torch_backend as norms, triton_kernels
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -80,12 +80,13 @@ def average(
     rows = (batch,) if step else (1, batch * length) if varlen else (batch, length)
     x, mask = empty(*rows, channels, dtype=dtype), empty(*rows, dtype=torch.bool) if masked else None
     if step and turning:
-        triton_step.complex_step(x, state, *(empty(*table, 2) for _ in range(3)), weight, mask)
+        rates, *weights = (empty(*table, 2) for _ in range(3))
+        triton_step.step(x, state, rates, None, *weights, weight, mask)
     elif step:
-        triton_step.damped_step(x, state, *parameters, weight, mask)
+        triton_step.step(x, state, *parameters, weight, mask)
     else:
         cu_seqlens, initial = empty(batch + 1, dtype=torch.int32) if varlen else None, state if stateful else None
-        inputs = (x, mask, weight, *parameters, initial, stateful, shift, cu_seqlens, length)
+        inputs = (x, mask, weight, *parameters, initial, stateful, shift, cu_seqlens, length, True)
         *_, coefficients = triton_scan.forward(*inputs)
         triton_scan_backward.backward(x, initial, coefficients, *inputs)
 

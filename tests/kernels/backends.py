@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 import torch
 
-from luna_mega.kernels.moving_average import native
+from luna_mega.kernels.recurrence import native
 
 needs_library = pytest.mark.skipif(native.missing() is not None, reason=f"{native.missing()}")
 NATIVE = pytest.param("native", marks=needs_library)
@@ -17,8 +17,8 @@ TRITON = pytest.param("triton", marks=pytest.mark.triton)
 LEVELS = {"base": 0, "avx2": 1, "avx512": 2}
 # Sizes of the blocks of the implementations, which are internal: small ones, and others.
 BLOCKS = {
-    "moving_average.torch_backend": {"MANY_POSITIONS": (0, 1 << 60), "BLOCK": (2, 2), "LEAST_CHANNELS": (1, 1)},
-    "moving_average.export": {"GROUP": (1, 4)},
+    "recurrence.torch_backend": {"MANY_POSITIONS": (0, 1 << 60), "BLOCK": (2, 2), "LEAST_CHANNELS": (1, 1)},
+    "recurrence.formula": {"GROUP": (1, 4)},
     "luna_causal_attention.torch_backend": {"CHUNK": (8, 3), "BLOCK_TOKENS": (1, 1 << 60)},
     "gated_attention.torch_backend": {
         "BLOCK_ROWS": (3, 256), "BLOCK_SCORES_CPU": (60, 1 << 60), "KEPT": (0.0, math.inf),
@@ -26,7 +26,7 @@ BLOCKS = {
     "timestep_norm.torch_passes": {"BLOCK": (80, 1 << 40)},
 }  # fmt: skip
 TRITON_BLOCKS = {
-    "moving_average.triton_plan": {"SHORTEST_CHUNK": (8, 1 << 20)},
+    "recurrence.triton_plan": {"SHORTEST_CHUNK": (8, 1 << 20)},
     "luna_causal_attention.triton_forward": {"MIN_SEGMENT": (16, 1 << 20)},
     "timestep_norm.triton_kernels": {"TILE": (32, 64), "TILES": (2, 1), "BLOCK_T": (8, 8)},
 }
@@ -41,7 +41,7 @@ def shrink_blocks(patch: pytest.MonkeyPatch, blocks: str, triton: bool = False) 
         for constant, values in sizes.items():
             patch.setattr(module, constant, values[blocks == "other"])
     if triton:
-        plan = import_module("luna_mega.kernels.moving_average.triton_plan")
+        plan = import_module("luna_mega.kernels.recurrence.triton_plan")
         patch.setattr(plan, "CONFIGURATIONS", (plan.Configuration(1 << 20, 8),))
 
 

@@ -6,7 +6,7 @@
  * results, and the same bits with one thread and with several. Call i of a run has the seed SEED + i, and 0 SECONDS run
  * one call. LEVEL is an instruction set as in `moving_average_level`; without it, each call draws one.
  */
-#include "../../kernels/moving_average/native.c"
+#include "../../kernels/recurrence/native.c"
 
 #include <math.h>
 #include <stdio.h>

@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from luna_mega.kernels import api
 from luna_mega.kernels.common.comparison import ROUNDING, row_error
-from luna_mega.kernels.moving_average import native
+from luna_mega.kernels.recurrence import native
 from tests.distributed.ranks import PATIENCE
 from tests.kernels.backends import LEVELS, NATIVE, needs_library, on_native, on_triton
 from tests.kernels.calls import OPERATORS, WIDE, Sizes

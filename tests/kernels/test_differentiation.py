@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
-from luna_mega.kernels import _export, api
+from luna_mega.kernels import _mode, api
 from tests.kernels.backends import needs_library, on_native, on_triton
 from tests.kernels.calls import OPERATORS, WIDE
 from tests.kernels.contract import Case, Inputs, cases
@@ -182,7 +182,7 @@ def check(case: Case, ways: Any, bound: float = FLOAT64, **options: Any) -> None
         try:
             found = compute(actual)
         except (RuntimeError, NotImplementedError):
-            if _export.HAS_NAMES or way in PLAIN:
+            if _mode.HAS_NAMES or way in PLAIN:
                 raise
             continue
         for x, y in zip(found, right[kind], strict=True):
@@ -203,7 +203,7 @@ def test_every_way(operator, data):
 @pytest.mark.parametrize("operator", ["gated_attention", "timestep_norm", "luna_pack", "damped_ema"])
 def test_every_way_without_private_names(operator, monkeypatch):
     """Without the private names of PyTorch that find transforms, no way has a wrong result."""
-    monkeypatch.setattr(_export, "HAS_NAMES", False)
+    monkeypatch.setattr(_mode, "HAS_NAMES", False)
     case = Case(operator, sizes=SIZES, layout="mask", stateful=OPERATORS[operator].stateful)
     check(case, WAYS)
     check(case, ["jvp"], backend="reference")

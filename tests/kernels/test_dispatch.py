@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from luna_mega.kernels import _dispatch, api
-from luna_mega.kernels.moving_average import native
+from luna_mega.kernels.recurrence import native
 from tests.distributed.ranks import PATIENCE
 from tests.kernels.backends import needs_library, on_native, on_triton
 from tests.kernels.calls import OPERATORS, WIDE, Sizes
@@ -62,6 +62,7 @@ def test_reasons_against_triton(op, gpu, monkeypatch):
     assert decide(op) == ("torch", "no Triton kernel: compute capability 7.5 is below 8.0")
     gpu(8, 0)
     with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "_is_compiling_flag", True)
         patch.setattr(torch.compiler, "_is_exporting_flag", True)
         assert decide(op)[0] == "torch"  # exported programs do not use Triton
     assert decide(op)[0] == "triton"

@@ -19,7 +19,7 @@ AVERAGES = ("damped_ema", "complex_ema", "diagonal_ssm", "diagonal_ssm real")
 @pytest.fixture(autouse=True)
 def triton_operators(triton_device):
     """Register the operators of Triton, because a `FlopCounterMode` only counts those that exist when it is made."""
-    for op in ("gated_attention", "luna_attention", "luna_causal_attention", "moving_average", "timestep_norm"):
+    for op in ("gated_attention", "luna_attention", "luna_causal_attention", "recurrence", "timestep_norm"):
         import_module(f"luna_mega.kernels.{op}.triton_ops")
 
 

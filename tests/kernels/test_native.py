@@ -12,8 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from luna_mega.kernels.api import damped_ema
-from luna_mega.kernels.moving_average import native, torch_backend
-from luna_mega.kernels.moving_average.coefficients import Coefficients
+from luna_mega.kernels.recurrence import native, torch_backend
+from luna_mega.kernels.recurrence.coefficients import Coefficients
 from tests.distributed.ranks import PATIENCE
 from tests.kernels import contract
 from tests.kernels.backends import needs_library

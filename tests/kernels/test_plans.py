@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from luna_mega.kernels import _export, api  # noqa: E402
+from luna_mega.kernels import _mode, api  # noqa: E402
 from luna_mega.kernels.common import triton_choice  # noqa: E402
 from luna_mega.kernels.common.triton_launch import Target, recording  # noqa: E402
 from luna_mega.modeling_common.cache import keep_derived  # noqa: E402
@@ -113,7 +113,7 @@ def measure(run: Callable) -> tuple[int, int]:
         for _ in range(2):
             run()
         before = len(launches)
-        with mock.patch.object(_export, "_len_torch_dispatch_stack", lambda: 0), Counts() as counts:
+        with mock.patch.object(_mode, "_len_torch_dispatch_stack", lambda: 0), Counts() as counts:
             run()
     return counts.operators, len(launches) - before
 

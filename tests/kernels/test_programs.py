@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from luna_mega.kernels import _export, api
+from luna_mega.kernels import _mode, api
 from tests.kernels.backends import TRITON, on_native, on_triton, shrink_blocks
 from tests.kernels.calls import OPERATORS, Sizes, calls
 from tests.kernels.contract import Case, Inputs, results
@@ -204,6 +204,6 @@ def test_tracing_raises_an_error(call):
 def test_private_names_may_be_missing(monkeypatch, missing):
     """Without one of the private names of PyTorch, the package is imported, and no call may use any of them."""
     monkeypatch.delattr(forward_ad if missing == "_current_level" else torch._C, missing)
-    spec = importlib.util.spec_from_file_location("without_a_name", _export.__file__)
+    spec = importlib.util.spec_from_file_location("without_a_name", _mode.__file__)
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    assert not module.HAS_NAMES and not module.is_direct() and not module.is_transformed() and module.is_eager()
+    assert not module.HAS_NAMES and module.mode() == module.DISPATCHED

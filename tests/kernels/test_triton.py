@@ -134,7 +134,7 @@ LAUNCHES = {
         for op in EMAS},
     **{f"{op}: one chunk, skip {skip}": (
         MASKED(op, sizes=FEW, stateful=True, omitted=() if skip else ("skip",)),
-        {"moving_average.triton_plan.SHORTEST_CHUNK": 1 << 20})
+        {"recurrence.triton_plan.SHORTEST_CHUNK": 1 << 20})
         for op in (*EMAS, "diagonal_ssm real") for skip in (True, False)},
     **{f"{op}: default configuration": (MASKED(op, sizes=FEW, blocks="default"), {})
         for op in ("complex_ema", "diagonal_ssm")},

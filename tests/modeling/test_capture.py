@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import luna_mega
-from luna_mega.kernels import _custom_operator, _export, api
+from luna_mega.kernels import _custom_operator, _mode, api
 from tests.marks import diagonal
 from tests.modeling.contract import CLASSES, Batch, collate, pack
 from tests.modeling.decoders import DECODER_ONLY, SOME, make, make_plain, padded
@@ -137,6 +137,6 @@ REJECTED = {
 
 @pytest.mark.parametrize("what", REJECTED)
 def test_other_calls_are_rejected(what, monkeypatch):
-    monkeypatch.setattr(_export, "is_capturing", lambda x: True)
+    monkeypatch.setattr(_mode, "is_capturing", lambda x: True)
     with pytest.raises(RuntimeError, match=f"a CUDA graph cannot contain .*{what}"):
         REJECTED[what]()

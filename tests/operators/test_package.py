@@ -36,7 +36,7 @@ import luna_mega_ops as ops
 seconds, memory = time.process_time() - start, peak() - memory
 print(seconds, memory / 1024, sep="/", end="/")
 print(ops.damped_ema(torch.randn(1, 5, 4), *[torch.randn(4, 2) for _ in range(4)]).shape, end="/")
-from luna_mega_ops.moving_average.native import library
+from luna_mega_ops.recurrence.native import library
 print(library is not None)
 """
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from luna_mega.kernels.api import damped_ema, damped_ema_step
-from luna_mega.kernels.moving_average import torch_backend
-from luna_mega.kernels.moving_average.coefficients import damped_coefficients
-from luna_mega.kernels.moving_average.tables import lags
+from luna_mega.kernels.recurrence import torch_backend
+from luna_mega.kernels.recurrence.coefficients import damped_coefficients
+from luna_mega.kernels.recurrence.tables import lags
 from tests.parity.original import Original
 
 CASES = [

@@ -5,8 +5,8 @@ import torch
 
 from luna_mega import MegalodonConfig
 from luna_mega.kernels.api import TimestepNormState, complex_ema, complex_ema_step, timestep_norm, use_backend
-from luna_mega.kernels.moving_average import reference, torch_backend
-from luna_mega.kernels.moving_average.coefficients import Coefficients
+from luna_mega.kernels.recurrence import reference, torch_backend
+from luna_mega.kernels.recurrence.coefficients import Coefficients, complex_coefficients, powers
 from luna_mega.modeling_common.layout import DENSE
 from luna_mega.modeling_megalodon.modeling_megalodon import (
     MegalodonCacheLayer,
@@ -63,8 +63,9 @@ def test_cema(fixture, parity, backend):
     gradients = torch.autograd.grad(outputs, leaves, cotangents)
     for name, gradient in zip(expected, gradients, strict=False):
         parity.check(name, gradient, fixture.io[name], **fixture.loose)
-    p, q, g = reference.complex_coefficients(*parameters[:4])
-    for name, actual in (("p", p[..., None]), ("q", torch.view_as_real(q)[:, :, None]), ("g", torch.view_as_real(g))):
+    log_decay, turn, p, g = complex_coefficients(*parameters[:4])
+    q = powers(log_decay, turn, torch.ones(1)).mT
+    for name, actual in (("p", p[..., None]), ("q", q), ("g", g)):
         parity.check(name, actual, fixture.io[name], **fixture.tight)
 
 
@@ -159,11 +160,9 @@ def test_average_of_coefficients(fixture, parity, backend):
     dtype = torch.float64 if rates == "near_zero" else torch.float32
     p, q, gamma, state, x = (leaf.to(dtype) for leaf in leaves.values())
     weight_in, number = p[..., 0], torch.view_as_complex(q[:, :, 0])
-    if backend == "reference":
-        run, coefficients = reference.complex_ema, (weight_in, number, torch.view_as_complex(gamma))
-    else:
-        run, turn = torch_backend.average, number.angle().double() / (2 * torch.pi)
-        coefficients = Coefficients(number.abs().log(), turn, weight_in, gamma)
+    turn = number.angle().double() / (2 * torch.pi)
+    coefficients = Coefficients(number.abs().log(), turn, weight_in, gamma)
+    run = (reference if backend == "reference" else torch_backend).average
     impulse = torch.zeros_like(x[:1].mT)
     impulse[:, 0] = 1.0
     kernel, _ = run(impulse, coefficients)

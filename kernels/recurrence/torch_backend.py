@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from .._custom_operator import register
-from .._export import in_parts, in_program, is_eager
+from .._mode import COMPILED, FORMULAS, TRANSFORMED, mode
+from ..sequences import ALL_TOKENS, Sequences
 from ..upcast import as_complex
-from . import export, tables
+from . import formula, tables
 from .coefficients import Coefficients, powers, powers_less_one, times
-from .reference import finish, hold
+from .reference import hold
 from .tables import CHUNK, toeplitz
 
 # Shorter chunks, whose matrices take less time to compute, and the positions in a batch up to which they are faster.
@@ -31,12 +32,13 @@ INPUTS = (
 
 
 def average(
-    x: Tensor, coefficients: Coefficients, skip: Tensor | None = None, mask: Tensor | None = None, shift: bool = False,
-    truncation: int | None = None, initial_state: Tensor | None = None, return_state: bool = False,
+    x: Tensor, coefficients: Coefficients, skip: Tensor | None = None, sequences: Sequences = ALL_TOKENS,
+    shift: bool = False, truncation: int | None = None, initial_state: Tensor | None = None, return_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return `reference.damped_ema` or `reference.complex_ema`; the final state only on request."""
-    if in_parts():
-        return export.average(x, coefficients, skip, mask, shift, truncation, initial_state, return_state)
+    """Return `reference.average`, where the skip of real states is inside silu; complex states have one direction."""
+    mask = sequences.mask
+    if mode() in FORMULAS:
+        return formula.average(x, coefficients, skip, sequences, shift, truncation, initial_state, return_state)
     length = x.shape[1]
     chunk = chunk_length(x, return_state or initial_state is not None)
     if truncation is not None and truncation < length:
@@ -48,7 +50,7 @@ def average(
 
 def chunk_length(x: Tensor, stateful: bool) -> int:
     """Return the positions in a chunk of x `[B, T, D]`; 0 = no chunks, an FFT of all positions is faster."""
-    if in_program():
+    if mode() >= COMPILED:
         return CHUNK  # a program must not depend on the length
     positions, length = x.shape[0] * x.shape[1], x.shape[1]
     if positions < MANY_POSITIONS and not stateful:
@@ -56,35 +58,28 @@ def chunk_length(x: Tensor, stateful: bool) -> int:
     return next((chunk for chunk, most in SHORT_CHUNKS if length <= chunk or positions <= most), CHUNK)
 
 
-def damped_step(
-    x: Tensor, state: Tensor, coefficients: tuple[Tensor, Tensor, Tensor], skip: Tensor | None, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return `reference.damped_step`, but add (q - 1) h: rounding errors of q would accumulate over many steps."""
-    change, weight_in, weight_out = coefficients
-    kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
-    after = torch.addcmul(state, state, change)
-    state = hold(torch.addcmul(after, weight_in, kept[..., None].to(change.dtype)), state, mask)
-    return finish((weight_out * state).sum(-1), kept, skip), state
-
-
-def complex_step(
-    x: Tensor, state: Tensor, coefficients: tuple[Tensor, Tensor, Tensor], skip: Tensor | None, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return `reference.complex_step`, but add (q - 1) h, as in `damped_step`."""
+def step(
+    x: Tensor, state: Tensor, coefficients: tuple[Tensor, Tensor, Tensor], skip: Tensor | None, mask: Tensor | None,
+    silu: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return `reference.step`, but add (q - 1) h: rounding errors of q would accumulate over many steps."""
     change, weight_in, weight_out = coefficients
     kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
     if kept.dtype != change.dtype:  # `to` takes time in any case
         kept = kept.to(change.dtype)
-    if not is_eager():  # compilers, ONNX and vmap do not support these complex numbers
-        after = state + times(change, state)
+    if change.dim() == 2:
+        after, entering, numbers = torch.addcmul(state, state, change), kept[..., None], 2
+    elif mode() >= TRANSFORMED:  # compilers, ONNX and vmap do not support these complex numbers
+        after, entering, numbers = state + times(change, state), kept[..., None, None], (2, 3)
     else:
         number = as_complex(state)
         after = torch.view_as_real(torch.addcmul(number, number, as_complex(change)))
-    state = hold(torch.addcmul(after, weight_in, kept[..., None, None]), state, mask)
-    average = (weight_out * state).sum((2, 3))
+        entering, numbers = kept[..., None, None], (2, 3)
+    state = hold(torch.addcmul(after, weight_in, entering), state, mask)
+    y = (weight_out * state).sum(numbers)
     if skip is not None:
-        average = torch.addcmul(average, skip, kept)
-    return average if average.dtype == x.dtype else average.to(x.dtype), state
+        y = nn.functional.silu(y + skip * kept) if silu else torch.addcmul(y, skip, kept)
+    return y if y.dtype == x.dtype else y.to(x.dtype), state
 
 
 def _final_state(x: Tensor, mask: Tensor | None, of: Coefficients, last: Tensor, chunk: int) -> Tensor:
@@ -408,5 +403,5 @@ operator = register(
     gradients={0: (), 2: ("skip", "weight_out")},
     saved="Tensor average, Tensor[] kept",
     save=lambda inputs, outputs: (outputs[1], list(outputs[3])),
-    parts=export.parts,
+    parts=formula.parts,
 )

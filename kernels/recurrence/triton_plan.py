@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..common import triton_choice, triton_launch
-from ..common.triton_launch import cdiv, next_power_of_2
+from ..common.triton_launch import next_power_of_2
 
 # Minimum length of chunks.
 SHORTEST_CHUNK = 64
@@ -24,7 +24,11 @@ CONFIGURATIONS = tuple(Configuration(*numbers) for numbers in ((8, 8), (4, 8), (
 
 
 class Plan(NamedTuple):
-    """The division of a call into programs. `slots` store values per chunk; varlen calls leave some unused."""
+    """The division of a call into programs. `slots` store values per chunk; varlen calls leave some unused.
+
+    `tile` are constants of every kernel, and `sizes` its arguments from `cu_seqlens` to `slots`: positions of a batch
+    row and of a chunk, chunks of a sequence, channels and their blocks, rows R of parameters.
+    """
 
     cu_seqlens: Tensor | None
     sequences: int
@@ -39,19 +43,8 @@ class Plan(NamedTuple):
     chunks: int
     slots: int
     unroll: int
-
-    @property
-    def blocks(self) -> int:
-        return cdiv(self.channels, self.block)
-
-    @property
-    def sizes(self) -> tuple[Any, ...]:
-        """Return the arguments of every kernel of the scan, from `cu_seqlens` to `slots`.
-
-        Positions of a batch row and of a chunk, chunks of a sequence, channels and their blocks, rows R of parameters.
-        """
-        width = self.directions * self.channels
-        return self.cu_seqlens, self.length, self.chunk, self.chunks, self.channels, self.blocks, width, self.slots
+    tile: dict[str, int]
+    sizes: tuple[Any, ...]
 
     def of_states(self, *shape: int) -> tuple[int, ...]:
         """Return the shape of states, `[*shape, P, N, D]`."""
@@ -63,9 +56,9 @@ class Plan(NamedTuple):
 
     def launch(self, kernel: Any, *arguments: Any, directions: int = 1, **constants: Any) -> None:
         """Launch a kernel with one warp per chunk and block of channels."""
-        tile = {"N": self.states, "BLOCK_N": next_power_of_2(self.states), "BLOCK_D": self.block, "PARTS": self.parts}
-        constants = {**tile, "UNROLL": self.unroll, "num_warps": 1, "num_stages": 1, **constants}
-        grid = (self.blocks * self.chunks * self.sequences, directions)
+        constants = {**self.tile, "UNROLL": self.unroll, "num_warps": 1, "num_stages": 1, **constants}
+        blocks = -(-self.channels // self.block)
+        grid = (blocks * self.chunks * self.sequences, directions)
         triton_launch.launch(kernel, grid, *arguments, **constants)
 
 
@@ -77,9 +70,10 @@ def make_plan(
     (batch, length, channels), (width, states), parts = x.shape, parameters[0].shape, parameters[3].dim() - 1
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
     # 16 real or 8 complex states per thread.
-    block = min(32, 512 // parts // next_power_of_2(states))
+    block_n = 1 << (states - 1).bit_length()
+    block = min(32, 512 // parts // block_n)
     programs = configuration.programs * triton_launch.processors(x.device, sequences)
-    blocks = cdiv(channels, block)
+    blocks = -(-channels // block)
     # The total number of tokens depends on the batch, also per sequence.
     tokens = sequences * longest if torch.are_deterministic_algorithms_enabled() else batch * length
     if 8 * sequences * blocks >= 7 * programs and sequences * longest <= 2 * tokens:
@@ -89,11 +83,13 @@ def make_plan(
     else:
         # More programs of complex states fit the registers.
         chunk = max(SHORTEST_CHUNK, 1 << (max(tokens * blocks // (parts * programs), 1).bit_length() - 1))
-    chunks = cdiv(max(longest, 1), chunk)
+    chunks = -(-max(longest, 1) // chunk)
     slots = sequences * chunks if cu_seqlens is None or chunks == 1 else length // chunk + sequences
     return Plan(
         cu_seqlens, sequences, length, channels, width // max(channels, 1), states, parts, shift, block, chunk, chunks,
         slots, configuration.unroll,
+        tile={"N": states, "BLOCK_N": block_n, "BLOCK_D": block, "PARTS": parts},
+        sizes=(cu_seqlens, length, chunk, chunks, channels, blocks, width, slots),
     )  # fmt: skip
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 from .._dispatch import without_autocast
 from ..columns import take_columns
 from ..upcast import upcast_dtype
-from . import reference
+from .coefficients import log_decay
+from .reference import finish
 
 
 class TruncatedEmaState(NamedTuple):
@@ -51,7 +52,7 @@ def truncated(
         recent = torch.cat((inputs, kept), dim=1)
         average, now = run(kept, average_state, parameters)
         *rest, projection = (parameter.to(dtype) for parameter in parameters)
-        projection = projection * torch.exp(truncation * reference.log_decay(*rest[:2]))
+        projection = projection * torch.exp(truncation * log_decay(*rest[:2]))
         late, forgotten = run(recent[:, :length], forgotten_state, (*rest, projection))
         skip = None if skip is None else skip.to(dtype)
         if lengths is None:
@@ -59,4 +60,4 @@ def truncated(
         else:
             recent = take_columns(recent, lengths[:, None] + torch.arange(truncation, device=x.device))
         state = TruncatedEmaState(now, forgotten, recent)
-        return reference.finish(average - late, x, skip), state
+        return finish(average - late, x, skip).to(x.dtype), state

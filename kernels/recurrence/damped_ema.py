@@ -1,78 +1,20 @@
 """Mega's moving average: `damped_ema` for a sequence or a segment, `damped_ema_step` for one position."""
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._dispatch import Arguments, Op
+from .._dispatch import Arguments
 from ..checks import check_average, check_mask, check_sequences
-from . import native, reference, torch_backend
-from .coefficients import damped_coefficients, damped_step_coefficients, with_coefficients
+from ..sequences import ALL_TOKENS, Sequences
+from .coefficients import damped_coefficients
+from .op import Recurrence
+from .reference import hold
 from .truncated import TruncatedEmaState, truncated
-from .wiring import needs_gradients, run_average, run_varlen, unsupported, unsupported_dtype
 
-
-def _reference(**call: Any) -> tuple[Tensor, Tensor | None]:
-    return reference.damped_ema(**with_coefficients(reference.damped_coefficients, **call))
-
-
-def _torch(**call: Any) -> tuple[Tensor, Tensor | None]:
-    return torch_backend.average(**with_coefficients(damped_coefficients, **call))
-
-
-def _native(**call: Any) -> tuple[Tensor, Tensor | None]:
-    return native.average(**with_coefficients(lambda *parameters: parameters, **call), silu=call["skip"] is not None)
-
-
-def _triton(**call: Any) -> tuple[Tensor, Tensor | None]:
-    # Imported lazily because Triton decides at import time whether kernels are interpreted.
-    from . import triton_ops
-
-    return triton_ops.average(**call)
-
-
-AVERAGE = Op(
-    "damped_ema",
-    {"reference": _reference, "torch": _torch, "native": _native, "triton": _triton},
-    unsupported,
-    tokens=("x",),
-    run_varlen=partial(run_varlen, damped_coefficients),
-    native_unsupported=native.unsupported,
-)
-
-
-def _step_reference(**call: Any) -> tuple[Tensor, Tensor]:
-    return reference.damped_step(**with_coefficients(damped_step_coefficients, **call))
-
-
-def _step_torch(**call: Any) -> tuple[Tensor, Tensor]:
-    return torch_backend.damped_step(**with_coefficients(damped_step_coefficients, **call))
-
-
-def _step_native(**call: Any) -> tuple[Tensor, Tensor]:
-    if not native.steps_directly(**call):
-        return _step_torch(**call)
-    return native.step(**with_coefficients(damped_step_coefficients, **call), silu=call["skip"] is not None)
-
-
-def _step_triton(**call: Any) -> tuple[Tensor, Tensor]:
-    if needs_gradients(**call):
-        return _step_torch(**call)
-    from . import triton_ops
-
-    # Computing the coefficients would take longer than the step, which starts from the parameters.
-    return triton_ops.damped_step(call["x"], call["state"].float(), *call["parameters"], call["skip"], call["mask"])
-
-
-STEP = Op(
-    "damped_ema_step",
-    {"reference": _step_reference, "torch": _step_torch, "native": _step_native, "triton": _step_triton},
-    unsupported_dtype,
-    tokens=("x",),
-    native_unsupported=native.unsupported,
-)
+DAMPED = Recurrence("damped_ema", damped_coefficients, silu=True, fused=("native", "triton", "triton_step"))
+AVERAGE, STEP = DAMPED.average(), DAMPED.step()
 
 
 def damped_ema(
@@ -147,7 +89,7 @@ def damped_ema(
         truncation = None
     options: Arguments = {"lengths": lengths, "return_state": return_state}
     options["compares_length"] = truncation is not None
-    sequences, max_seqlen = check_sequences("damped_ema", x, mask, cu_seqlens, max_seqlen, **options)
+    sequences = check_sequences("damped_ema", x, mask, cu_seqlens, max_seqlen, **options)
     _check_directions(x, input_logit, shift, truncation, initial_state, return_state)
     if mask is not None and skip is not None:
         x = torch.where(mask[..., None], x, x.nan_to_num(0.0, 0.0, 0.0))  # of the skip; the average masks x
@@ -165,10 +107,11 @@ def damped_ema(
 
         output, state = truncated(run_again, x, parameters, skip, mask, truncation, initial_state, lengths)
         return (output, state) if return_state else output
-    call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "mask": mask, "shift": shift}
+    call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "sequences": sequences, "shift": shift}
     call |= {"truncation": truncation, "initial_state": initial_state, "return_state": return_state}
     _check("damped_ema", x, parameters, skip, call["initial_state"], sequences)
-    return run_average(AVERAGE, damped_coefficients, backend, call, lengths, cu_seqlens, max_seqlen)
+    output, state = DAMPED.run(AVERAGE, backend, call)
+    return (output, state) if return_state else output
 
 
 def damped_ema_step(
@@ -211,8 +154,8 @@ def damped_ema_step(
         kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
         output, after = truncated(run_again, kept[:, None], parameters, skip, column, state.inputs.shape[1], state)
         pairs = zip(after, state, strict=True)
-        return output[:, 0], TruncatedEmaState(*(reference.hold(*pair, mask) for pair in pairs))
-    _check("damped_ema_step", x, parameters, skip, state, x.shape[0], coefficients)
+        return output[:, 0], TruncatedEmaState(*(hold(*pair, mask) for pair in pairs))
+    _check("damped_ema_step", x, parameters, skip, state, ALL_TOKENS, coefficients)
     call = {"x": x, "state": state, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
     return STEP(backend, call)
 
@@ -237,12 +180,13 @@ def _check_directions(
 
 
 def _check(
-    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: int,
+    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: Sequences,
     coefficients: tuple[Tensor, ...] | None = None,
 ) -> None:  # fmt: skip
-    shapes = [list(parameter.shape) for parameter in parameters]
-    if parameters[0].dim() != 2 or any(shape != shapes[0] for shape in shapes):
+    input_logit, damping_logit, expansion, projection = parameters
+    if input_logit.dim() != 2 or not input_logit.shape == damping_logit.shape == expansion.shape == projection.shape:
         raise ValueError(
-            f"{op} needs input_logit, damping_logit, expansion and projection of one shape [rows, N], got {shapes}"
+            f"{op} needs input_logit, damping_logit, expansion and projection of one shape [rows, N], got "
+            f"{[list(parameter.shape) for parameter in parameters]}"
         )
-    check_average(op, x, parameters, skip, state, [sequences, x.shape[-1], shapes[0][1]], coefficients)
+    check_average(op, x, parameters, skip, state, sequences, [x.shape[-1], input_logit.shape[1]], coefficients)

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import varlen
 from .._custom_operator import has_gradients, is_plain, no_second_derivative, register
-from .._export import is_exporting, is_transformed
+from .._mode import EXPORTED, TRANSFORMED, mode
+from ..sequences import ALL_TOKENS, Sequences, values
 from ..upcast import upcast_dtype
-from . import export, reference
-from .coefficients import Coefficients
+from . import formula
+from .coefficients import Coefficients, damped_formula
+from .split import both_directions, one_by_one
 from .torch_backend import flops
-from .wiring import both_directions, unsupported_truncation
 
 INPUTS = "Tensor x, Tensor? mask, Tensor? skip"
 OPTIONS = "Tensor? initial, Tensor? cu_seqlens, bool shift, bool silu, bool return_state"
@@ -110,19 +110,28 @@ def unsupported(
     """Return the reason why the library does not support a call, or None; without x, only whether there is one."""
     if (reason := missing()) is not None or x is None:
         return reason
-    if is_exporting():
+    if mode() == EXPORTED:
         return "exported programs must not depend on this package"
-    if is_transformed():
+    if mode() == TRANSFORMED:
         return "transforms of torch.func and forward mode require operators of PyTorch"
     if upcast_dtype(x, *parameters) == torch.float64:
         return "x or a parameter is float64"
-    return unsupported_truncation(x.shape[1], truncation)
+    return None if truncation is None else unsupported_truncation(x.shape[1], truncation)
+
+
+def unsupported_truncation(length: int, truncation: int) -> str | None:
+    """Return `unsupported` of a truncation that has an effect."""
+    # Comparing with the length would restrict an exported program to lengths on one side of it.
+    if mode() == EXPORTED or truncation < length:
+        return f"its average has no truncation, and truncation={truncation} is below the length {length}"
+    return None
 
 
 def average(
-    x: Tensor, coefficients: Coefficients | tuple[Tensor, ...], skip: Tensor | None = None, mask: Tensor | None = None,
+    x: Tensor, coefficients: Coefficients | tuple[Tensor, ...], skip: Tensor | None = None,
+    sequences: Sequences = ALL_TOKENS,
     shift: bool = False, truncation: int | None = None, initial_state: Tensor | None = None, return_state: bool = False,
-    cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, silu: bool = False,
+    *, silu: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the average of all sequences, plus skip times the masked x; the final states only on request.
 
@@ -131,13 +140,13 @@ def average(
     """
     run = operator if isinstance(coefficients, Coefficients) else damped_operator
     kept = x if x.dtype == torch.bfloat16 else x.float()
-    output, state = run(kept, mask, skip, *coefficients, initial_state, cu_seqlens, shift, silu, return_state)
+    states = initial_state, sequences.bounds, shift, silu, return_state
+    output, state = run(kept, sequences.mask, skip, *coefficients, *states)
     return output if output.dtype == x.dtype else output.to(x.dtype), state if return_state else None
 
 
 def step(
-    x: Tensor, state: Tensor, coefficients: tuple[Tensor, ...], skip: Tensor | None, mask: Tensor | None,
-    silu: bool = False,
+    x: Tensor, state: Tensor, coefficients: tuple[Tensor, ...], skip: Tensor | None, mask: Tensor | None, silu: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the result of one position x `[B, D]` and the next states, without gradients; `silu` as in `average`."""
     kept = x if x.dtype == torch.bfloat16 else x.float()
@@ -204,30 +213,33 @@ def _coefficients(log_decay: Tensor, turn: Tensor | None, weight_in: Tensor, wei
 
 def _damped_coefficients(*parameters: Tensor) -> list[Tensor]:
     """Return q in float64, p and w of Mega's parameters."""
-    decay, weight_in, weight_out = (
-        torch.empty_like(parameters[0], dtype=torch.float64),
-        *map(torch.empty_like, parameters[:2]),
-    )
-    _damped(
-        parameters,
-        {"q": (decay, torch.float64), "in": (weight_in, torch.float32), "weight": (weight_out, torch.float32)},
-    )
+    decay, shape = torch.empty_like(parameters[0], dtype=torch.float64), parameters[0].shape
+    weight_in, weight_out = map(torch.empty_like, parameters[:2])
+    of_weights = {"in": (weight_in, torch.float32, shape), "weight": (weight_out, torch.float32, shape)}
+    _damped(parameters, q=(decay, torch.float64, shape), **of_weights)
     return [decay, weight_in, weight_out]
 
 
 def _damped_gradients(parameters: Sequence[Tensor], *gradients: Tensor) -> list[Tensor]:
     """Return the gradients of Mega's parameters from those of log q, p and w."""
     results = [torch.empty_like(parameter) for parameter in parameters]
-    names = ("grad_log", "grad_in", "grad_weight", "grad_input", "grad_damping", "grad_expansion", "grad_projection")
-    _damped(parameters, {name: (x, torch.float32) for name, x in zip(names, (*gradients, *results), strict=True)})
+    names, tensors = DAMPED_POINTERS[7:], (*gradients, *results)
+    _damped(parameters, **{name: (x, torch.float32, x.shape) for name, x in zip(names, tensors, strict=True)})
     return results
 
 
-def _damped(parameters: Sequence[Tensor], results: dict[str, tuple[Tensor, torch.dtype]]) -> None:
-    shape = parameters[0].shape
-    tensors = dict(zip(DAMPED_POINTERS[:4], ((x, torch.float32) for x in parameters), strict=True)) | results
-    structure = _Damped(count=shape.numel(), scale=shape[1] ** -0.5)
-    _call("damped", structure, **{name: (*pair, shape) for name, pair in tensors.items()})
+def _damped(parameters: Sequence[Tensor], **results: tuple[Tensor, torch.dtype, Any]) -> None:
+    shape, single = parameters[0].shape, torch.float32
+    input_logit, damping_logit, expansion, projection = parameters
+    _call(
+        "damped",
+        _Damped(count=shape.numel(), scale=shape[1] ** -0.5),
+        input=(input_logit, single, shape),
+        damping=(damping_logit, single, shape),
+        expansion=(expansion, single, shape),
+        projection=(projection, single, shape),
+        **results,
+    )
 
 
 def _run(
@@ -358,26 +370,27 @@ def _parts(
 
     def run(**call: Any) -> tuple[Tensor, Tensor | None]:
         call |= {"coefficients": of, "skip": skip, "shift": shift}
-        return export.average(**call) if silu else both_directions(export.average, **call)
+        return formula.average(**call) if silu else both_directions(formula.average, **call)
 
-    call = {"x": x, "mask": mask, "initial_state": initial, "return_state": return_state}
+    call = {"x": x, "sequences": Sequences(mask), "initial_state": initial, "return_state": return_state}
     if cu_seqlens is None:
         return run(**call)
-    bounds = varlen.values(cu_seqlens)
+    bounds = values(cu_seqlens)
     if bounds is None:
         raise no_second_derivative("moving_average", " of varlen sequences without values")
-    if len(log_decay) > x.shape[-1]:
-        parts = [slice(*pair) for pair in pairwise(bounds) if pair[0] < pair[1]]
-        runs = [run(**call | {"x": x[:, i], "mask": None if mask is None else mask[:, i]})[0] for i in parts]
-        return torch.cat(runs, 1), None
-    return varlen.one_by_one(run, call, bounds, weight_out.shape, weight_out.dtype)
+    if len(log_decay) == x.shape[-1]:
+        return one_by_one(run, call, bounds, weight_out.shape, weight_out.dtype)
+    parts = [slice(*pair) for pair in pairwise(bounds) if pair[0] < pair[1]]
+    masks = [Sequences(None if mask is None else mask[:, i]) for i in parts]
+    runs = [run(**call | {"x": x[:, i], "sequences": of_part})[0] for i, of_part in zip(parts, masks, strict=True)]
+    return torch.cat(runs, 1), None
 
 
 def _damped_parts(
     x: Tensor, mask: Tensor | None, skip: Tensor | None, input_logit: Tensor, damping_logit: Tensor, expansion: Tensor,
     projection: Tensor, *rest: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    of = reference.damped_coefficients(input_logit, damping_logit, expansion, projection)
+    of = damped_formula(input_logit, damping_logit, expansion, projection)
     return _parts(x, mask, skip, of[0], None, of[1], of[2], *rest)
 
 

@@ -1,17 +1,87 @@
-"""Conversion between varlen sequences `[1, total, ...]`, bounded by `cu_seqlens`, and padded ones `[B, T, ...]`.
+"""The sequences of a batch: one per row of `[B, T, ...]`, or all of them in the row of `[1, total, ...]` (varlen).
 
-`cu_seqlens` is `[B + 1]`, int32 or int64, and ascends from 0 to `total`. Sequence b is `[cu_seqlens[b],
-cu_seqlens[b+1])`.
+`cu_seqlens` is `[S + 1]`, int32 or int64, and ascends from 0 to `total`. Sequence s is `[cu_seqlens[s],
+cu_seqlens[s + 1])`.
 """
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._export import forbid_capture, in_program, is_exporting
+from ._mode import COMPILED, EXPORTED, forbid_capture, mode
+
+
+class Sequences(NamedTuple):
+    """Which tokens of a batch belong to which sequence.
+
+    Args:
+        mask: `[B, T]` or, with bounds, `[1, total]` bool, True = keep; None = all.
+        bounds: `cu_seqlens` of varlen sequences; None = one sequence per row.
+        longest: with bounds, at least the length of the longest sequence.
+        lengths: `[B]`, the positions of each row after which states are returned; None = all positions.
+    """
+
+    mask: Tensor | None = None
+    bounds: Tensor | None = None
+    longest: int | None = None
+    lengths: Tensor | None = None
+
+    def count(self, x: Tensor) -> int:
+        """Return the number of sequences in `x`."""
+        return x.shape[0] if self.bounds is None else len(self.bounds) - 1
+
+    def keep(self) -> Tensor:
+        """Return a mask `[S, longest]` that is True for the tokens that `pad` copies."""
+        assert self.bounds is not None
+        return torch.arange(self.longest, device=self.bounds.device) < self.bounds.diff()[:, None]
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Return `[1, total, ...]` as `[S, longest, ...]`, right-padded with zeros."""
+        assert self.bounds is not None
+        position = torch.arange(self.longest, device=x.device) + self.bounds[:-1, None]
+        kept = self.keep()
+        rows = x[0, position.clamp(max=max(x.shape[1] - 1, 0))]
+        return rows.masked_fill(~kept.view(*kept.shape, *(1,) * (x.dim() - 2)), 0)
+
+    def unpad(self, x: Tensor, total: int) -> Tensor:
+        """Return `[S, longest, ...]` as `[1, total, ...]`, without the padding of `pad`."""
+        assert self.bounds is not None
+        row, position = locate(self.bounds, total)
+        return x[row, position][None]
+
+    def padded(self) -> "Sequences":
+        """Return the sequences of tokens that `pad` copied, with a mask."""
+        return Sequences(self.keep() if self.mask is None else self.pad(self.mask))
+
+
+ALL_TOKENS = Sequences()  # one sequence per row, without a mask
+
+
+def in_rows(run: Callable[..., Any], *tokens: str, of_tokens: bool = True) -> Callable[..., Any]:
+    """Return a function of any `sequences`, based on `run`, which requires one sequence per row and takes their mask.
+
+    `tokens` are the names of its arguments `[1, total, ...]`. `of_tokens`: so is its (first) result.
+    """
+
+    def run_any(sequences: Sequences, **call: Any) -> Any:
+        if sequences.bounds is None:
+            return run(mask=sequences.mask, **call)
+        total = call[tokens[0]].shape[1]
+        padded: dict[str, Tensor] = {}
+        for name in tokens:  # keys and values may be one tensor
+            same = next((other for other in padded if call[other] is call[name]), None)
+            padded[name] = sequences.pad(call[name]) if same is None else padded[same]
+        result = run(mask=sequences.padded().mask, **call | padded)
+        if not of_tokens:
+            return result
+        if isinstance(result, Tensor):
+            return sequences.unpad(result, total)
+        return sequences.unpad(result[0], total), *result[1:]
+
+    return run_any
 
 
 def check_cu_seqlens(
@@ -30,7 +100,7 @@ def check_cu_seqlens(
         )
     if max_seqlen is None:
         forbid_capture(cu_seqlens, f"{op} with cu_seqlens and without max_seqlen", "pass max_seqlen")
-        if compares_length and in_program():
+        if compares_length and mode() >= COMPILED:
             raise RuntimeError(f"{op} with cu_seqlens needs max_seqlen in a compiled program; pass max_seqlen")
     if cu_seqlens.device.type == "cpu" and (bounds := values(cu_seqlens)) is not None:
         longest = max(end - start for start, end in pairwise(bounds))
@@ -39,13 +109,13 @@ def check_cu_seqlens(
         if max_seqlen is not None and max_seqlen < longest:
             raise ValueError(f"{op}: max_seqlen is {max_seqlen}, but a sequence has length {longest}")
         return longest if max_seqlen is None else max_seqlen
-    if max_seqlen is None and not in_program() and cu_seqlens.device.type in ("cpu", "meta"):
+    if max_seqlen is None and mode() < COMPILED and cu_seqlens.device.type in ("cpu", "meta"):
         raise RuntimeError(
             f"{op}: cu_seqlens has no values here (a fake or meta tensor, or `vmap` over it); pass max_seqlen"
         )
     lengths = cu_seqlens.diff()
     # PyTorch's native operators do not read past the end; on a CPU, the values are those of a fake tensor or of `vmap`.
-    if not is_exporting() and (in_program() or cu_seqlens.device.type != "cpu"):
+    if mode() != EXPORTED and (mode() >= COMPILED or cu_seqlens.device.type != "cpu"):
         most = total if max_seqlen is None else max_seqlen
         if getattr(cu_seqlens, "_luna_mega_checked", None) != (most, total):
             _assert_on_device(op, cu_seqlens, lengths, most, total)
@@ -54,7 +124,7 @@ def check_cu_seqlens(
 
 def values(cu_seqlens: Tensor) -> list[int] | None:
     """Return the values, or None if they cannot be read: in a program, for a fake tensor, and under `vmap` over it."""
-    if in_program():
+    if mode() >= COMPILED:
         return None
     try:
         bounds: list[int] = cu_seqlens.tolist()
@@ -80,48 +150,8 @@ def checked_copy(cu_seqlens: Tensor, max_seqlen: int, total: int) -> Tensor:
     return copy
 
 
-def pad(x: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Return `[1, total, ...]` as `[B, max_seqlen, ...]`, right-padded with zeros."""
-    position = torch.arange(max_seqlen, device=x.device) + cu_seqlens[:-1, None]
-    kept = keep(cu_seqlens, max_seqlen)
-    rows = x[0, position.clamp(max=max(x.shape[1] - 1, 0))]
-    return rows.masked_fill(~kept.view(*kept.shape, *(1,) * (x.dim() - 2)), 0)
-
-
-def unpad(x: Tensor, cu_seqlens: Tensor, total: int) -> Tensor:
-    """Return `[B, max_seqlen, ...]` as `[1, total, ...]`, without the padding of `pad`."""
-    row, position = locate(cu_seqlens, total)
-    return x[row, position][None]
-
-
 def locate(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Return the sequence index of every token and its position in the sequence, `[total]` each."""
     token = torch.arange(total, device=cu_seqlens.device)
     row = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
     return row, token - cu_seqlens[row]
-
-
-def keep(cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    """Return a mask `[B, max_seqlen]` that is True for the tokens that `pad` copies."""
-    return torch.arange(max_seqlen, device=cu_seqlens.device) < cu_seqlens.diff()[:, None]
-
-
-def one_by_one(
-    run: Callable[..., Any], call: dict[str, Any], bounds: list[int], shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Compute a varlen call with states one sequence at a time, because padding would decay the states.
-
-    `run` returns the output and the last state. `shape` and `dtype` of a state are used if none is given.
-    """
-    x, mask, first = call["x"], call["mask"], call["initial_state"]
-    outputs, lasts = [], []
-    if first is None:
-        first = x.new_zeros(len(bounds) - 1, *shape, dtype=dtype)
-    for index, (start, end) in enumerate(pairwise(bounds)):
-        state = first[index : index + 1]
-        if start < end:
-            part = {"x": x[:, start:end], "mask": None if mask is None else mask[:, start:end]}
-            output, state = run(**call | part | {"initial_state": state, "return_state": True})
-            outputs.append(output)
-        lasts.append(state)
-    return torch.cat(outputs, 1), torch.cat(lasts)

@@ -55,23 +55,8 @@ def _step_kernel(
     tl.store(output + row * channels + d, average.to(output.dtype.element_ty), inside)
 
 
-def damped_step(
-    x: Tensor, state: Tensor, input_logit: Tensor, damping_logit: Tensor, expansion: Tensor, projection: Tensor,
-    skip: Tensor | None, mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (y `[B, D]`, next state); the parameters may have any dtype."""
-    return _step(x, state, input_logit, damping_logit, expansion, projection, skip, mask)
-
-
-def complex_step(
-    x: Tensor, state: Tensor, change: Tensor, weight_in: Tensor, weight_out: Tensor, skip: Tensor | None,
-    mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return (y `[B, D]`, next state) from the coefficients of `complex_ema_coefficients`."""
-    return _step(x, state, change, None, weight_in, weight_out, skip, mask)
-
-
-def _step(x: Tensor, state: Tensor, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+def step(x: Tensor, state: Tensor, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return (y `[B, D]`, next state); `inputs` are those of the kernel from `rates` to `mask`, of any dtype."""
     (channels, states), parts, x = state.shape[1:3], state.dim() - 2, x.resolve_neg()
     output, next_state = x.new_empty(x.shape), torch.empty_like(state)
     block_n = next_power_of_2(states)

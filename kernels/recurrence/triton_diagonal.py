@@ -28,7 +28,7 @@ def complex_factors(log_decay: Tensor, turn: Tensor, weight_in: None, weight: Te
 def backward(
     sums: Tensor, input_sums: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: None, weight: Tensor
 ) -> list[Tensor | None]:
-    """Return the gradients of log |q|, the angle and the weight from the sums of `triton_scan_backward.backward`.
+    """Return the gradients of log |q|, the angle, None and the weight from the sums of `triton_scan_backward.backward`.
 
     If `input_sums` is None, the sums of a real model lack the weight.
     """
@@ -36,11 +36,12 @@ def backward(
         of_weight, slope = sums.transpose(0, 1).mT.flatten(1, 2)
         slope = slope * torch.exp(log_decay)
         slope = slope * weight if input_sums is None else slope
-        return [slope.contiguous(), None, of_weight.contiguous()]
+        return [slope.contiguous(), None, None, of_weight.contiguous()]
     real, imaginary, slope_real, slope_imaginary = sums.reshape(4, *sums.shape[-2:]).mT.unbind()
     slope = torch.complex(slope_real.double(), slope_imaginary.double()) * _q(log_decay, turn)
-    grads = slope.real.to(log_decay.dtype), -2 * torch.pi * slope.imag, torch.stack((real, -imaginary), -1)
-    return [grad.contiguous() for grad in grads]
+    of_weight = torch.stack((real, -imaginary), -1)
+    of_turn = (-2 * torch.pi * slope.imag).contiguous()
+    return [slope.real.to(log_decay.dtype).contiguous(), of_turn, None, of_weight.contiguous()]
 
 
 def _q(log_decay: Tensor, turn: Tensor) -> Tensor:

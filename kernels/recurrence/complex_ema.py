@@ -1,73 +1,15 @@
 """Megalodon's moving average: `complex_ema` for a sequence or a segment, `complex_ema_step` for one position."""
 
-from functools import partial
-from typing import Any
-
 from torch import Tensor
 
-from .._dispatch import Arguments, Op
+from .._dispatch import Arguments
 from ..checks import check_average, check_position, check_sequences
-from . import native, reference, torch_backend
-from .coefficients import complex_coefficients, complex_step_coefficients, reference_coefficients, with_coefficients
-from .wiring import complex_step_triton, needs_gradients, run_average, run_varlen, unsupported
+from ..sequences import ALL_TOKENS, Sequences
+from .coefficients import complex_coefficients
+from .op import Recurrence
 
-
-def _reference(**call: Any) -> tuple[Tensor, Tensor | None]:
-    return reference.complex_ema(**with_coefficients(reference.complex_coefficients, **call))
-
-
-def _torch(**call: Any) -> tuple[Tensor, Tensor | None]:
-    return torch_backend.average(**with_coefficients(complex_coefficients, **call))
-
-
-def _native(**call: Any) -> tuple[Tensor, Tensor | None]:
-    return native.average(**with_coefficients(complex_coefficients, **call))
-
-
-def _triton(**call: Any) -> tuple[Tensor, Tensor | None]:
-    from . import triton_ops
-
-    return triton_ops.average(**call)
-
-
-AVERAGE = Op(
-    "complex_ema",
-    {"reference": _reference, "torch": _torch, "native": _native, "triton": _triton},
-    unsupported,
-    tokens=("x",),
-    run_varlen=partial(run_varlen, complex_coefficients),
-    native_unsupported=native.unsupported,
-)
-
-
-def _step_reference(coefficients: tuple[Tensor, ...] | None, **call: Any) -> tuple[Tensor, Tensor]:
-    call["coefficients"] = coefficients and reference_coefficients(*coefficients)
-    return reference.complex_step(**with_coefficients(reference.complex_coefficients, **call))
-
-
-def _step_torch(**call: Any) -> tuple[Tensor, Tensor]:
-    return torch_backend.complex_step(**with_coefficients(complex_step_coefficients, **call))
-
-
-def _step_native(**call: Any) -> tuple[Tensor, Tensor]:
-    if not native.steps_directly(**call):
-        return _step_torch(**call)
-    return native.step(**with_coefficients(complex_step_coefficients, **call))
-
-
-def _step_triton(**call: Any) -> tuple[Tensor, Tensor]:
-    if needs_gradients(**call):
-        return _step_torch(**call)
-    return complex_step_triton(**with_coefficients(complex_step_coefficients, **call))
-
-
-STEP = Op(
-    "complex_ema_step",
-    {"reference": _step_reference, "torch": _step_torch, "native": _step_native, "triton": _step_triton},
-    unsupported,
-    tokens=("x",),
-    native_unsupported=native.unsupported,
-)
+COMPLEX = Recurrence("complex_ema", complex_coefficients, fused=("triton",))
+AVERAGE, STEP = COMPLEX.average(), COMPLEX.step()
 
 
 def complex_ema(
@@ -126,12 +68,13 @@ def complex_ema(
         True
     """
     options: Arguments = {"lengths": lengths, "return_state": return_state}
-    sequences, max_seqlen = check_sequences("complex_ema", x, mask, cu_seqlens, max_seqlen, **options)
+    sequences = check_sequences("complex_ema", x, mask, cu_seqlens, max_seqlen, **options)
     parameters = (input_logit, damping_logit, phase_logit, projection)
     _check("complex_ema", x, parameters, skip, initial_state, sequences)
-    call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "mask": mask}
-    call |= {"initial_state": initial_state, "return_state": return_state}
-    return run_average(AVERAGE, complex_coefficients, backend, call, lengths, cu_seqlens, max_seqlen)
+    call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "sequences": sequences, "shift": False}
+    call |= {"truncation": None, "initial_state": initial_state, "return_state": return_state}
+    output, state = COMPLEX.run(AVERAGE, backend, call)
+    return (output, state) if return_state else output
 
 
 def complex_ema_step(
@@ -156,13 +99,13 @@ def complex_ema_step(
     """
     check_position("complex_ema_step", x, mask, "channels")
     parameters = (input_logit, damping_logit, phase_logit, projection)
-    _check("complex_ema_step", x, parameters, skip, state, x.shape[0], coefficients)
+    _check("complex_ema_step", x, parameters, skip, state, ALL_TOKENS, coefficients)
     call = {"x": x, "state": state, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
     return STEP(backend, call)
 
 
 def _check(
-    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: int,
+    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: Sequences,
     coefficients: tuple[Tensor, ...] | None = None,
 ) -> None:  # fmt: skip
     channels, states = x.shape[-1], parameters[0].shape[-1]
@@ -172,4 +115,4 @@ def _check(
             f"{op} needs for {channels} channels two logits [{channels}, N], a phase_logit [{channels}] and a "
             f"projection [{channels}, N, 2], got {shapes}"
         )
-    check_average(op, x, parameters, skip, state, [sequences, channels, states, 2], coefficients)
+    check_average(op, x, parameters, skip, state, sequences, [channels, states, 2], coefficients)

@@ -12,13 +12,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from .._dispatch import Arguments, without_autocast
-from .._export import expm1, is_eager
-from ..upcast import as_complex, upcast_dtype
-from . import reference
+from .._export import expm1, log1p
+from .._mode import TRANSFORMED, mode
+from ..upcast import upcast_dtype
+
+LEAST = 1e-30  # lower bound of q, where the gradient of log q is 0
 
 
 class Coefficients(NamedTuple):
@@ -44,24 +46,50 @@ class Coefficients(NamedTuple):
 
 
 def with_coefficients(
-    compute: Callable[..., Any], x: Tensor, parameters: tuple[Tensor, ...], coefficients: Any = None, **rest: Any
+    compute: Callable[..., Any] | None, x: Tensor, parameters: tuple[Tensor, ...], coefficients: Any = None, **rest: Any
 ) -> Arguments:
     """Return a call with coefficients instead of parameters, in float32 or float64.
 
-    `compute` returns the coefficients of the parameters. A step may get them from an earlier call.
+    `compute` returns the coefficients of the parameters; None = these themselves. A step may get them from an earlier
+    call.
     """
     dtype = upcast_dtype(x, *parameters)
     if coefficients is None:
-        coefficients = compute(*(parameter.to(dtype) for parameter in parameters))
+        coefficients = tuple([parameter.to(dtype) for parameter in parameters])
+        coefficients = coefficients if compute is None else compute(*coefficients)
     for name in ("skip", "state", "initial_state"):
         if (value := rest.get(name)) is not None and value.dtype != dtype:  # `to` takes time in any case
             rest[name] = value.to(dtype)
     return {"x": x, "coefficients": coefficients, **rest}
 
 
+def log_decay(input_logit: Tensor, damping_logit: Tensor) -> Tensor:
+    """Return log q = log(1 - sigmoid(input_logit) sigmoid(damping_logit)), at least log(1e-30), with finite gradients.
+
+    For the product p, log(1 - p) loses slow decays, for which p is below the rounding error of 1; log1p(-p) loses fast
+    decays, for which p rounds to 1.
+    """
+    product = torch.sigmoid(input_logit) * torch.sigmoid(damping_logit)
+    log_product = nn.functional.logsigmoid(input_logit) + nn.functional.logsigmoid(damping_logit)
+    is_fast = product > 0.5
+    # Both forms are evaluated everywhere, so each gets an argument at which its gradient is finite. The gradient of
+    # `clamp` at a limit is 0 since torch 2.14, so `clamp` cannot select a product of exactly 0.5.
+    slow = log1p(-torch.where(is_fast, 0.5, product))
+    fast = torch.log(-torch.expm1(torch.where(is_fast, log_product, -math.log(2)).clamp(max=-LEAST)))
+    return torch.where(is_fast, fast, slow)
+
+
+def damped_formula(
+    input_logit: Tensor, damping_logit: Tensor, expansion: Tensor, projection: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log q, the weight p beta of the input in the state, and the weight eta / sqrt(N) of the state."""
+    weight_in = torch.sigmoid(input_logit) * expansion
+    return log_decay(input_logit, damping_logit), weight_in, projection / math.sqrt(projection.shape[-1])
+
+
 def damped_coefficients(*parameters: Tensor) -> Coefficients:
-    """Return `reference.damped_coefficients`."""
-    compute = _Coefficients.apply if is_eager() else reference.damped_coefficients
+    """Return the coefficients of the recurrence from those of `damped_formula`."""
+    compute = _Coefficients.apply if torch.is_grad_enabled() and mode() < TRANSFORMED else damped_formula
     log_decay, weight_in, weight_out = compute(*parameters)
     return Coefficients(log_decay, None, weight_in, weight_out)
 
@@ -114,25 +142,27 @@ def conjugate(pairs: Tensor) -> Tensor:
     return torch.stack((pairs[..., 0], -pairs[..., 1]), -1)
 
 
-def damped_step_coefficients(*parameters: Tensor) -> tuple[Tensor, ...]:
-    """Return `ema_coefficients` in the dtype of the parameters."""
-    log_q, weight_in, weight_out = reference.damped_coefficients(*parameters)
-    return expm1(log_q), weight_in, weight_out
+def diagonal_coefficients(*parameters: Tensor) -> Coefficients:
+    """Return the coefficients from log |q|, the phase if q is complex, and the weight of the state."""
+    # The exponential of a strided tensor is rounded differently, so that results would depend on the strides.
+    log_decay, *phase, weight = (parameter.contiguous() for parameter in parameters)
+    turn = phase[0].double() / (2 * math.pi) if phase else None
+    return Coefficients(log_decay, turn, torch.ones_like(log_decay), weight)
 
 
-def complex_step_coefficients(*parameters: Tensor) -> tuple[Tensor, ...]:
-    """Return `complex_ema_coefficients` in the dtype of the parameters."""
-    log_decay, turn, weight_in, weight_out = complex_coefficients(*parameters)
-    entry = torch.stack((weight_in, torch.zeros_like(weight_in)), -1)
-    return powers_less_one(log_decay, turn, 1), entry, conjugate(weight_out)
+def step_coefficients(of: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q - 1, p and w for steps, all as real pairs if q is complex; w is conjugate."""
+    if of.turn is None:
+        return expm1(of.log_decay), of.weight_in, of.weight_out
+    entry = torch.stack((of.weight_in, torch.zeros_like(of.weight_in)), -1)
+    return powers_less_one(of.log_decay, of.turn, 1), entry, conjugate(of.weight_out)
 
 
-def reference_coefficients(change: Tensor, weight_in: Tensor, weight_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return p, q and the weight of the state, as in `reference.complex_coefficients`, from coefficients of a step."""
-    if change.dim() == 2:
-        return weight_in, change + 1.0, weight_out
-    q, weight_out = as_complex(change) + 1.0, as_complex(conjugate(weight_out))
-    return weight_in[..., 0], q, weight_out
+def coefficients_of_steps(
+    compute: Callable[..., Coefficients], dtype: torch.dtype, *parameters: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    with without_autocast(parameters[0].device.type):
+        return step_coefficients(compute(*(parameter.to(dtype) for parameter in parameters)))
 
 
 def ema_coefficients(
@@ -148,8 +178,7 @@ def ema_coefficients(
     They are valid until the parameters change: q - 1, the weight of the input in the state, and the weight of the state
     in y. `dtype`: the dtype of the states.
     """
-    with without_autocast(input_logit.device.type):
-        return damped_step_coefficients(*(x.to(dtype) for x in (input_logit, damping_logit, expansion, projection)))
+    return coefficients_of_steps(damped_coefficients, dtype, input_logit, damping_logit, expansion, projection)
 
 
 def complex_ema_coefficients(
@@ -165,14 +194,13 @@ def complex_ema_coefficients(
     They are valid until the parameters change: q - 1, the weight of the input in the state, and the weights of the real
     and of the imaginary part of the state in y. `dtype`: the dtype of the states.
     """
-    with without_autocast(input_logit.device.type):
-        return complex_step_coefficients(*(x.to(dtype) for x in (input_logit, damping_logit, phase_logit, projection)))
+    return coefficients_of_steps(complex_coefficients, dtype, input_logit, damping_logit, phase_logit, projection)
 
 
 class _Coefficients(Function):
     @staticmethod
     def forward(*parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return reference.damped_coefficients(*parameters)
+        return damped_formula(*parameters)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
@@ -186,7 +214,7 @@ class _Coefficients(Function):
         # Without cancellation: 1 - q is the product of two sigmoids, and q is a sum of their complements.
         q = torch.addcmul(rest, weight, undamped)
         # d log q / d logit = -(1 - sigmoid(logit)) (1 - q) / q
-        through = (grad_log_q * weight * damping / q).masked_fill(q < reference.LEAST, 0.0)
+        through = (grad_log_q * weight * damping / q).masked_fill(q < LEAST, 0.0)
         grad_expansion = grad_in * weight
         grad_input = torch.addcmul(-through, grad_expansion, expansion) * rest
         return grad_input, -through * undamped, grad_expansion, grad_out / math.sqrt(grad_out.shape[-1])

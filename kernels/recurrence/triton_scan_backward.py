@@ -1,4 +1,4 @@
-"""Backward pass of both averages in Triton: no states are stored.
+"""Backward pass of the recurrence in Triton: no states are stored.
 
 The gradients of the parameters come from a second scan of x, which computes each state and its derivative with respect
 to q, s_t = q s_{t-1} + h_{t-1}. The gradient of x is a scan of the result's gradient backward in time, in which the
@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..common.triton_launch import contiguous, target
-from . import triton_coefficients
 from .coefficients import conjugate
+from .triton_chunks import load_rate, place, position, state_tile
 from .triton_numbers import (
     add,
     add_scaled,
@@ -30,11 +30,8 @@ from .triton_scan import (
     Rows,
     channels_last,
     coefficients_of,
-    load_rate,
-    place,
-    position,
+    kernel_coefficients,
     scan,
-    state_tile,
     states_before,
 )
 
@@ -147,14 +144,10 @@ def _gradient_kernel(
 
 
 def backward(
-    gradient: Tensor, last_gradient: Tensor | None, coefficients: Tensor, x: Tensor, *inputs: Any,
-    of: Any = triton_coefficients,
-) -> list[Tensor | None]:  # fmt: skip
-    """Return the gradients of x, skip, the parameters and the initial states, None for None.
-
-    The module `of` computes those of the parameters.
-    """
-    mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen = contiguous(*inputs)
+    gradient: Tensor, last_gradient: Tensor | None, coefficients: Tensor, x: Tensor, *inputs: Any
+) -> list[Tensor | None]:
+    """Return the gradients of x, skip, the parameters or coefficients and the initial states, None for None."""
+    mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen, fused = contiguous(*inputs)
     gradient, x = gradient.resolve_neg(), x.resolve_neg()
     first, arriving = None if initial is None else channels_last(initial), last_gradient if return_state else None
     is_complex = parameters[3].dim() == 3
@@ -185,7 +178,7 @@ def backward(
     if before is not None:
         before = channels_last(before)
         before = (conjugate(before) if is_complex else before).to(initial.dtype)
-    of_parameters = of.backward(*sums, *parameters)
+    of_parameters = kernel_coefficients(fused).backward(*sums, *parameters)
     return [grad_x, None if skip is None else grad_skip.to(skip.dtype), *of_parameters, before]
 
 

@@ -1,20 +1,18 @@
 """Diagonal state space models: `diagonal_ssm` for a sequence or a segment, `diagonal_ssm_step` for one position."""
 
-import math
-from functools import partial
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .._dispatch import Arguments, Op, without_autocast
+from .._dispatch import Arguments, without_autocast
 from ..checks import check_average, check_position, check_sequences
+from ..sequences import ALL_TOKENS, Sequences
 from ..upcast import as_complex, upcast
-from . import native, reference, torch_backend
-from .coefficients import Coefficients, conjugate, powers_less_one, reference_coefficients, with_coefficients
-from .wiring import both_directions, complex_step_triton, needs_gradients, run_average, run_varlen, unsupported
+from .coefficients import coefficients_of_steps, diagonal_coefficients
+from .op import Recurrence
 
 METHODS = ("zoh", "bilinear", "none")
+DIAGONAL = Recurrence("diagonal_ssm", diagonal_coefficients)
+AVERAGE, STEP = DIAGONAL.average(), DIAGONAL.step()
 
 
 def discretize(
@@ -121,7 +119,7 @@ def diagonal_ssm(
         True
     """
     options: Arguments = {"lengths": lengths, "return_state": return_state}
-    sequences, max_seqlen = check_sequences("diagonal_ssm", x, mask, cu_seqlens, max_seqlen, **options)
+    sequences = check_sequences("diagonal_ssm", x, mask, cu_seqlens, max_seqlen, **options)
     parameters = _parameters("diagonal_ssm", log_decay, phase, weight)
     rows, channels = len(log_decay), x.shape[2]
     if rows != channels and rows != 2 * channels:  # Dynamo does not find symbolic sizes in a tuple
@@ -133,10 +131,10 @@ def diagonal_ssm(
         raise ValueError("diagonal_ssm: a bidirectional model has no state; omit initial_state and return_state")
     initial_state = _pairs(initial_state)
     _check("diagonal_ssm", x, parameters, skip, initial_state, sequences)
-    call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "mask": mask}
-    call |= {"initial_state": initial_state, "return_state": return_state}
-    result = run_average(AVERAGE, _coefficients, backend, call, lengths, cu_seqlens, max_seqlen)
-    return (result[0], _numbers(result[1], weight)) if return_state else result
+    call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "sequences": sequences, "shift": False}
+    call |= {"truncation": None, "initial_state": initial_state, "return_state": return_state}
+    output, state = DIAGONAL.run(AVERAGE, backend, call)
+    return output if state is None else (output, _numbers(state, weight))
 
 
 def diagonal_ssm_step(
@@ -164,7 +162,7 @@ def diagonal_ssm_step(
         rows = f"{len(log_decay)} rows for {x.shape[1]} channels"
         raise ValueError(f"diagonal_ssm_step needs one row of log_decay per channel, got {rows}")
     pairs = _pairs(state)
-    _check("diagonal_ssm_step", x, parameters, skip, pairs, x.shape[0], coefficients)
+    _check("diagonal_ssm_step", x, parameters, skip, pairs, ALL_TOKENS, coefficients)
     call = {"x": x, "state": pairs, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
     output, state = STEP(backend, call)
     return output, _numbers(state, weight)
@@ -179,8 +177,7 @@ def diagonal_ssm_coefficients(
     `[D, N, 2]` if there is a phase. `dtype`: the dtype of the states, float32 or float64.
     """
     parameters = _parameters("diagonal_ssm_coefficients", log_decay, phase, weight)
-    with without_autocast(log_decay.device.type):
-        return _step_coefficients(*(parameter.to(dtype) for parameter in parameters))
+    return coefficients_of_steps(diagonal_coefficients, dtype, *parameters)
 
 
 def _pairs(numbers: Tensor | None) -> Tensor | None:
@@ -211,84 +208,7 @@ def _parameters(op: str, log_decay: Tensor, phase: Tensor | None, weight: Tensor
 
 
 def _check(
-    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: int,
+    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: Sequences,
     coefficients: tuple[Tensor, ...] | None = None,
 ) -> None:  # fmt: skip
-    check_average(op, x, parameters, skip, state, [sequences, x.shape[-1], *parameters[-1].shape[1:]], coefficients)
-
-
-def _coefficients(*parameters: Tensor) -> Coefficients:
-    # The exponential of a strided tensor is rounded differently, so that results would depend on the strides.
-    log_decay, *phase, weight = (parameter.contiguous() for parameter in parameters)
-    turn = phase[0].double() / (2 * math.pi) if phase else None
-    return Coefficients(log_decay, turn, torch.ones_like(log_decay), weight)
-
-
-def _step_coefficients(*parameters: Tensor) -> tuple[Tensor, ...]:
-    log_decay, turn, weight_in, weight = _coefficients(*parameters)
-    change = powers_less_one(log_decay, turn, 1)
-    if turn is None:
-        return change.squeeze(-1), weight_in, weight
-    return change, torch.stack((weight_in, torch.zeros_like(weight_in)), -1), conjugate(weight)
-
-
-def _reference(**call: Any) -> tuple[Tensor, Tensor | None]:
-    return reference.diagonal_ssm(**with_coefficients(reference.diagonal_coefficients, **call))
-
-
-def _torch(**call: Any) -> tuple[Tensor, Tensor | None]:
-    return both_directions(torch_backend.average, **with_coefficients(_coefficients, **call))
-
-
-def _triton(**call: Any) -> tuple[Tensor, Tensor | None]:
-    from . import triton_ops
-
-    return both_directions(triton_ops.diagonal, **with_coefficients(_coefficients, **call))
-
-
-def _native(**call: Any) -> tuple[Tensor, Tensor | None]:
-    return native.average(**with_coefficients(_coefficients, **call))
-
-
-def _step_reference(coefficients: tuple[Tensor, ...] | None, **call: Any) -> tuple[Tensor, Tensor]:
-    call["coefficients"] = coefficients and reference_coefficients(*coefficients)[1:]
-    return reference.diagonal_step(**with_coefficients(reference.diagonal_coefficients, **call))
-
-
-def _step_torch(**call: Any) -> tuple[Tensor, Tensor]:
-    call = with_coefficients(_step_coefficients, **call)
-    if call["coefficients"][0].dim() == 3:
-        return torch_backend.complex_step(**call)
-    output, state = torch_backend.damped_step(**call | {"skip": None})
-    x, skip, mask = call["x"], call["skip"], call["mask"]
-    kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
-    return output if skip is None else torch.addcmul(output, skip, kept).to(x.dtype), state
-
-
-def _step_triton(**call: Any) -> tuple[Tensor, Tensor]:
-    if len(call["parameters"]) == 2 or needs_gradients(**call):  # real states
-        return _step_torch(**call)
-    return complex_step_triton(**with_coefficients(_step_coefficients, **call))
-
-
-def _step_native(**call: Any) -> tuple[Tensor, Tensor]:
-    if not native.steps_directly(**call):
-        return _step_torch(**call)
-    return native.step(**with_coefficients(_step_coefficients, **call))
-
-
-AVERAGE = Op(
-    "diagonal_ssm",
-    {"reference": _reference, "torch": _torch, "native": _native, "triton": _triton},
-    unsupported,
-    tokens=("x",),
-    run_varlen=partial(run_varlen, _coefficients),
-    native_unsupported=native.unsupported,
-)
-STEP = Op(
-    "diagonal_ssm_step",
-    {"reference": _step_reference, "torch": _step_torch, "native": _step_native, "triton": _step_triton},
-    unsupported,
-    tokens=("x",),
-    native_unsupported=native.unsupported,
-)
+    check_average(op, x, parameters, skip, state, sequences, [x.shape[-1], *parameters[-1].shape[1:]], coefficients)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._export import chunk_positions
+from ..sequences import ALL_TOKENS, Sequences
 from . import tables
 from .coefficients import Coefficients, powers, times
 from .reference import finish
@@ -19,16 +20,16 @@ GROUP = 32
 
 
 def average(
-    x: Tensor, coefficients: Coefficients, skip: Tensor | None = None, mask: Tensor | None = None, shift: bool = False,
-    truncation: int | None = None, initial_state: Tensor | None = None, return_state: bool = False,
+    x: Tensor, coefficients: Coefficients, skip: Tensor | None = None, sequences: Sequences = ALL_TOKENS,
+    shift: bool = False, truncation: int | None = None, initial_state: Tensor | None = None, return_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return `reference.damped_ema` or `reference.complex_ema`; the final state only on request."""
-    of, channels = coefficients, x.shape[2]
+    """Return `reference.average`, where the skip of real states is inside silu; complex states have one direction."""
+    of, channels, mask = coefficients, x.shape[2], sequences.mask
     signal = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).to(of.log_decay.dtype)
     if truncation is not None:
         taps, _ = tables.lags(of, channels, truncation, shift)
         center = tables.center(of, channels, truncation, shift)
-        return finish(_truncated(signal, taps, center), x, skip), None
+        return finish(_truncated(signal, taps, center), x, skip).to(x.dtype), None
     taps, input_map, output_map = _chunk_maps(of, channels, shift)
     center = tables.center(of, channels, CHUNK, shift)
     if of.turn is not None and skip is not None:
@@ -41,7 +42,7 @@ def average(
         decay = powers(of.log_decay, of.turn, rest[None]).squeeze(-1)
         state = times(decay, before.permute(3, 0, 1, 2)) + last_chunk
         state = state if of.parts > 1 else state.squeeze(-1)
-    return finish(result, x, skip), state
+    return finish(result, x, skip).to(x.dtype), state
 
 
 def parts(
@@ -51,12 +52,12 @@ def parts(
     """Return the output and the state before the last chunk of `torch_backend.operator`."""
     of, last = Coefficients(log_decay, turn, weight_in, weight_out), None
     truncation = length if length < x.shape[1] else None
-    output, _ = average(x, of, skip, mask, shift, truncation, initial)
+    output, _ = average(x, of, skip, Sequences(mask), shift, truncation, initial)
     if chunk and len(log_decay) == x.shape[2]:
         before = (x.shape[1] - 1) // chunk * chunk
         if before:
-            mask = None if mask is None else mask[:, :before]
-            last = average(x[:, :before], of, mask=mask, initial_state=initial, return_state=True)[1]
+            rows = Sequences(None if mask is None else mask[:, :before])
+            last = average(x[:, :before], of, None, rows, initial_state=initial, return_state=True)[1]
         last = initial if last is None else last.flatten(2)
     return output, None, last
 

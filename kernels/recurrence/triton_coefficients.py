@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..common.triton_launch import cdiv, launch, next_power_of_2
-from . import reference
+from ..common.triton_launch import launch, next_power_of_2
+from . import coefficients
 
 BLOCK = 256
-LEAST = tl.constexpr(reference.LEAST)
+LEAST = tl.constexpr(coefficients.LEAST)
 TURN = tl.constexpr(6.283185307179586)
 
 
@@ -190,7 +190,7 @@ def backward(sums: Tensor, input_sums: Tensor | None, *parameters: Tensor) -> li
 def _launch(kernel: Any, total: int, states: int, *arguments: Any) -> None:
     """Launch a kernel for `total` numbers; its last argument is 1 / sqrt(N)."""
     options = {"N": states, "BLOCK": BLOCK, "num_warps": 4, "num_stages": 1}
-    launch(kernel, (cdiv(total, BLOCK),), *arguments, states**-0.5, **options)
+    launch(kernel, (-(-total // BLOCK),), *arguments, states**-0.5, **options)
 
 
 def _launch_tiles(kernel: Any, channels: int, states: int, *arguments: Any) -> None:
@@ -198,4 +198,4 @@ def _launch_tiles(kernel: Any, channels: int, states: int, *arguments: Any) -> N
     block_n = next_power_of_2(states)
     block_d = max(1, BLOCK // block_n)
     options = {"N": states, "BLOCK_N": block_n, "BLOCK_D": block_d, "num_warps": 4, "num_stages": 1}
-    launch(kernel, (cdiv(channels, block_d),), *arguments, states**-0.5, **options)
+    launch(kernel, (-(-channels // block_d),), *arguments, states**-0.5, **options)
