@@ -79,7 +79,7 @@ def check_average(
             found = ", ".join(f"{of.dtype} {list(of.shape)}" for of in coefficients)
             raise ValueError(f"{op} needs three `coefficients` of {dtype} {shape}, got {found}; compute them again")
     if state is not None:
-        state_shape = [sequences.count(x), *shape]
+        state_shape = [sequences.number(x), *shape]
         if list(state.shape) != state_shape or state.dtype not in (torch.float32, torch.float64):
             raise ValueError(
                 f"{op} needs a float32 or float64 state {state_shape}, got {state.dtype} {list(state.shape)}"

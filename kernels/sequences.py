@@ -29,7 +29,7 @@ class Sequences(NamedTuple):
     longest: int | None = None
     lengths: Tensor | None = None
 
-    def count(self, x: Tensor) -> int:
+    def number(self, x: Tensor) -> int:
         """Return the number of sequences in `x`."""
         return x.shape[0] if self.bounds is None else len(self.bounds) - 1
 

@@ -39,10 +39,6 @@ class DenseLayout(NamedTuple):
         """Return the keyword arguments that specify the layout in an op."""
         return {"mask": self.mask}
 
-    def varlen_options(self) -> dict[str, Any]:
-        """Return `options` without a mask, for an op whose mask is not for the tokens of the layout."""
-        return {}
-
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[B, T, ...]` of the batch in the layout."""
         return x if self.columns is None else take_columns(x, self.columns)

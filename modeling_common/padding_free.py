@@ -39,9 +39,6 @@ class PaddingFreeLayout(NamedTuple):
     def options(self) -> dict[str, Any]:
         return {"cu_seqlens": self.cu_seqlens, "max_seqlen": self.max_seqlen}
 
-    def varlen_options(self) -> dict[str, Any]:
-        return self.options()
-
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.flatten(0, 1)
         return (x if self.places is None else x[self.places])[None]

@@ -333,10 +333,9 @@ class LunaAttention(LunaProjections):
             query,
             key,
             value,
-            packed_mask,
             dropout=self.dropout.rate,
             return_weights=output_weights,
-            **layout.varlen_options(),  # the keys are rows of P, to which the mask of the tokens does not apply
+            **(layout.options() | {"mask": packed_mask}),  # the keys are rows of P
         )
         heads, weights = result if output_weights else (result, None)
         return self.output(heads.flatten(2)), packed_context, weights, pack_weights

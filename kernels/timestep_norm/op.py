@@ -106,7 +106,7 @@ def timestep_norm(
     """
     sequences = check_sequences("timestep_norm", x, mask, cu_seqlens, max_seqlen, features="features")
     _check("timestep_norm", x, groups, weight, bias)
-    initial_state = _checked_state("timestep_norm", x, groups, initial_state, sequences.count(x))
+    initial_state = _checked_state("timestep_norm", x, groups, initial_state, sequences.number(x))
     call = {"x": x, "groups": groups, "weight": weight, "bias": bias, "eps": eps, "sequences": sequences}
     output, state = NORM(backend, call | {"initial_state": initial_state})
     return (output, state) if return_state else output
