@@ -26,7 +26,7 @@ class Sequences(NamedTuple):
 
     mask: Tensor | None = None
     bounds: Tensor | None = None
-    longest: int | None = None
+    longest: Any = None  # an integer, or the symbol of one in a program
     lengths: Tensor | None = None
 
     def number(self, x: Tensor) -> int:

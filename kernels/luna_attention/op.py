@@ -19,8 +19,7 @@ def _triton(varlen_side: str, sequences: Sequences, **call: Any) -> Tensor:
 
     if sequences.bounds is None:
         return torch_backend.sdpa(**call) if _sdpa_is_best(**call) else triton_ops.attend(**call)
-    varlen = {"cu_seqlens": sequences.bounds, "varlen_side": varlen_side, "max_seqlen": sequences.longest}
-    return triton_ops.attend(**call, **varlen)
+    return triton_ops.attend(**call, cu_seqlens=sequences.bounds, varlen_side=varlen_side, max_seqlen=sequences.longest)
 
 
 def _reference(**call: Any) -> Tensor:

@@ -73,8 +73,7 @@ def complex_ema(
     _check("complex_ema", x, parameters, skip, initial_state, sequences)
     call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "sequences": sequences, "shift": False}
     call |= {"truncation": None, "initial_state": initial_state, "return_state": return_state}
-    output, state = COMPLEX.run(AVERAGE, backend, call)
-    return (output, state) if return_state else output
+    return COMPLEX.run(AVERAGE, backend, call)
 
 
 def complex_ema_step(

@@ -110,8 +110,7 @@ def damped_ema(
     call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "sequences": sequences, "shift": shift}
     call |= {"truncation": truncation, "initial_state": initial_state, "return_state": return_state}
     _check("damped_ema", x, parameters, skip, call["initial_state"], sequences)
-    output, state = DAMPED.run(AVERAGE, backend, call)
-    return (output, state) if return_state else output
+    return DAMPED.run(AVERAGE, backend, call)
 
 
 def damped_ema_step(

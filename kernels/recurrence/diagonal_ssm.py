@@ -1,5 +1,7 @@
 """Diagonal state space models: `diagonal_ssm` for a sequence or a segment, `diagonal_ssm_step` for one position."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -133,8 +135,8 @@ def diagonal_ssm(
     _check("diagonal_ssm", x, parameters, skip, initial_state, sequences)
     call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "sequences": sequences, "shift": False}
     call |= {"truncation": None, "initial_state": initial_state, "return_state": return_state}
-    output, state = DIAGONAL.run(AVERAGE, backend, call)
-    return output if state is None else (output, _numbers(state, weight))
+    result: Any = DIAGONAL.run(AVERAGE, backend, call)
+    return (result[0], _numbers(result[1], weight)) if return_state else result
 
 
 def diagonal_ssm_step(

@@ -120,13 +120,13 @@ class Recurrence(NamedTuple):
             return triton_ops.step(**with_coefficients(self._step_coefficients, **call))
         return triton_ops.step(call["x"], call["state"].float(), call["parameters"], call["skip"], call["mask"])
 
-    def run(self, op: Op, backend: str | None, call: Arguments) -> tuple[Tensor, Tensor | None]:
-        """Return the output of a checked call, and on request the states after `sequences.lengths` positions."""
+    def run(self, op: Op, backend: str | None, call: Arguments) -> Any:
+        """Return the output of a checked call, on request with the states after `sequences.lengths` positions."""
         lengths = call["sequences"].lengths
-        if lengths is None:
-            result: tuple[Tensor, Tensor | None] = op(backend, call)
-            return result
-        return self._after_lengths(lambda **call: op(backend, call), call, lengths)
+        if lengths is not None:
+            return self._after_lengths(lambda **call: op(backend, call), call, lengths)
+        output, state = op(backend, call)
+        return (output, state) if call["return_state"] else output
 
     def _after_lengths(self, run: Callable[..., Any], call: Arguments, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output of a call, and the states after `lengths` `[B]` positions, those that the mask keeps."""

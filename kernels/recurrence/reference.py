@@ -37,18 +37,20 @@ def average(
 
 
 def _direction(x: Tensor, of: Coefficients, truncation: int | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    decay, weight = torch.exp(of.log_decay), of.weight_out
+    """Return the result of one direction, without a skip, and the final state."""
+    decay, change, weight_out = torch.exp(of.log_decay), torch.expm1(of.log_decay), of.weight_out
     if of.turn is not None:
-        decay, weight = torch.polar(decay, (of.turn * (2 * math.pi)).to(decay.dtype)), as_complex(weight)
-        state = state if state is None else as_complex(state)
-    hidden = torch.zeros(len(x), *decay.shape, dtype=decay.dtype, device=x.device) if state is None else state
+        decay, weight_out = torch.polar(decay, (of.turn * (2 * math.pi)).to(decay.dtype)), as_complex(weight_out)
+    hidden = decay.new_zeros(len(x), *decay.shape) if state is None else _number(state, decay)
     outputs = []
     for t in range(x.shape[1]):
-        hidden = decay * hidden + of.weight_in * x[:, t, :, None]
+        # With q - 1 of real numbers: the rounding error of a q close to 1 would accumulate over the positions.
+        decayed = decay * hidden if decay.is_complex() else hidden + change * hidden
+        hidden = decayed + of.weight_in * x[:, t, :, None]
         if truncation is not None and t >= truncation:
             hidden = hidden - decay**truncation * of.weight_in * x[:, t - truncation, :, None]
-        outputs.append((weight * hidden).real.sum(-1))
-    return torch.stack(outputs, 1), torch.view_as_real(hidden) if hidden.is_complex() else hidden
+        outputs.append((weight_out * hidden).real.sum(-1))
+    return torch.stack(outputs, 1), _real(hidden)
 
 
 def step(
@@ -57,16 +59,23 @@ def step(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the result and the state of one position, x `[B, D]`, mask `[B]`. A dropped position keeps the state.
 
-    The coefficients are q - 1, p and w, complex ones as real pairs; w is conjugate.
+    The coefficients are those of `step_coefficients`.
     """
     change, weight_in, weight_out = coefficients
-    kept = (x if mask is None else x.masked_fill(~mask[:, None], 0.0)).to(change.dtype)
-    if change.dim() == 2:
-        after = hold((change + 1.0) * state + weight_in * kept[..., None], state, mask)
-        return finish((weight_out * after).sum(-1), kept, skip, silu).to(x.dtype), after
-    before, decay, weight = as_complex(state), as_complex(change) + 1.0, as_complex(conjugate(weight_out))
-    hidden = hold(decay * before + weight_in[..., 0] * kept[..., None], before, mask)
-    return finish((weight * hidden).real.sum(-1), kept, skip, silu).to(x.dtype), torch.view_as_real(hidden)
+    if change.dim() == 3:
+        change, weight_in, weight_out = as_complex(change), weight_in[..., 0], as_complex(conjugate(weight_out))
+    kept = (x if mask is None else x.masked_fill(~mask[:, None], 0.0)).to(state.dtype)
+    before = _number(state, change)
+    hidden = hold(before + change * before + weight_in * kept[..., None], before, mask)
+    return finish((weight_out * hidden).real.sum(-1), kept, skip, silu).to(x.dtype), _real(hidden)
+
+
+def _number(state: Tensor, decay: Tensor) -> Tensor:
+    return as_complex(state) if decay.is_complex() else state
+
+
+def _real(hidden: Tensor) -> Tensor:
+    return torch.view_as_real(hidden) if hidden.is_complex() else hidden
 
 
 def finish(y: Tensor, x: Tensor, skip: Tensor | None, silu: bool = True) -> Tensor:

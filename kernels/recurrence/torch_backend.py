@@ -68,15 +68,15 @@ def step(
     if kept.dtype != change.dtype:  # `to` takes time in any case
         kept = kept.to(change.dtype)
     if change.dim() == 2:
-        after, entering, numbers = torch.addcmul(state, state, change), kept[..., None], 2
+        after, entering, dims = torch.addcmul(state, state, change), kept[..., None], [2]
     elif mode() >= TRANSFORMED:  # compilers, ONNX and vmap do not support these complex numbers
-        after, entering, numbers = state + times(change, state), kept[..., None, None], (2, 3)
+        after, entering, dims = state + times(change, state), kept[..., None, None], [2, 3]
     else:
         number = as_complex(state)
         after = torch.view_as_real(torch.addcmul(number, number, as_complex(change)))
-        entering, numbers = kept[..., None, None], (2, 3)
+        entering, dims = kept[..., None, None], [2, 3]
     state = hold(torch.addcmul(after, weight_in, entering), state, mask)
-    y = (weight_out * state).sum(numbers)
+    y = (weight_out * state).sum(dims)
     if skip is not None:
         y = nn.functional.silu(y + skip * kept) if silu else torch.addcmul(y, skip, kept)
     return y if y.dtype == x.dtype else y.to(x.dtype), state

@@ -58,6 +58,7 @@ def _parts(
     if cu_seqlens is not None:
         raise no_second_derivative("moving_average", " of varlen calls")
     if fused:
+        assert second is not None and third is not None
         compute = damped_coefficients if weight_out.dim() == 2 else complex_coefficients
         of = compute(first.float(), second.float(), third.float(), weight_out.float())
     else:
