@@ -10,7 +10,7 @@ products that it recomputes. B sequences of T positions (a padding-free batch: T
 | `attend`, `luna_attention_triton` | Luna, eq. 3 and 4: M keys, H heads | 4 B T M H K | 2 B T M H K |
 | `luna_causal_attention*` | Luna, section 3.3: L rows of P | B T H (6 L K + 4 L V) | B T H (6 L K + 2 L V) |
 | `gated_att*` | Mega, sections 3.2 to 3.5: S keys, or the chunk's | 2 B T S (Z + V) | 2 B T S Z |
-| `moving_average*`, `damped_ema_native` | Mega, section 3.1: N real states, R = D or 2 D rows | 6 B T R N | 4 B T R N |
+| `moving_average*` | Mega, section 3.1: N real states, R = D or 2 D rows | 6 B T R N | 4 B T R N |
 | the same with complex states | Megalodon, section 3.1; S4D, section 3 | 14 B T R N | 10 B T R N |
 | `timestep_norm*` | Megalodon, section 3.2; a norm | 0 | 0 |
 

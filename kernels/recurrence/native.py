@@ -24,8 +24,6 @@ from .coefficients import Coefficients, damped_formula
 from .split import both_directions, one_by_one
 from .torch_backend import flops
 
-INPUTS = "Tensor x, Tensor? mask, Tensor? skip"
-OPTIONS = "Tensor? initial, Tensor? cu_seqlens, bool shift, bool silu, bool return_state"
 VERSION = 1  # of native.c
 # Numbers of states, at all positions, from which on a second thread is worth the 20 us of its start.
 MANY_NUMBERS = 1 << 21
@@ -138,10 +136,9 @@ def average(
     With `silu`, return silu of the average plus skip times x without the mask. `coefficients` that are not
     `Coefficients` are the four parameters of `damped_ema`.
     """
-    run = operator if isinstance(coefficients, Coefficients) else damped_operator
     kept = x if x.dtype == torch.bfloat16 else x.float()
-    states = initial_state, sequences.bounds, shift, silu, return_state
-    output, state = run(kept, sequences.mask, skip, *coefficients, *states)
+    options = initial_state, sequences.bounds, shift, silu, return_state, not isinstance(coefficients, Coefficients)
+    output, state = operator(kept, sequences.mask, skip, *coefficients, *options)
     return output if output.dtype == x.dtype else output.to(x.dtype), state if return_state else None
 
 
@@ -203,12 +200,14 @@ def _contiguous(*tensors: Tensor | None) -> list[Any]:
     return [None if tensor is None else tensor.resolve_neg().contiguous() for tensor in tensors]
 
 
-def _coefficients(log_decay: Tensor, turn: Tensor | None, weight_in: Tensor, weight_out: Tensor) -> list[Tensor]:
-    """Return q in float64, p and w of `Coefficients`, contiguous."""
-    decay = torch.exp(log_decay.double())
-    if turn is not None:
-        decay = torch.view_as_real(torch.polar(decay, turn * (2 * math.pi)))
-    return _contiguous(decay, weight_in, weight_out)
+def _coefficients(first: Tensor, second: Tensor | None, third: Tensor, weight_out: Tensor, fused: bool) -> list[Tensor]:
+    """Return q in float64, p and w, contiguous, from the inputs of `operator`."""
+    if fused:
+        return _damped_coefficients(*_contiguous(first, second, third, weight_out))
+    decay = torch.exp(first.double())
+    if second is not None:
+        decay = torch.view_as_real(torch.polar(decay, second * (2 * math.pi)))
+    return _contiguous(decay, third, weight_out)
 
 
 def _damped_coefficients(*parameters: Tensor) -> list[Tensor]:
@@ -289,16 +288,6 @@ def _run(
     )  # fmt: skip
 
 
-def _outputs(
-    x: Tensor, mask: Tensor | None, skip: Tensor | None, coefficients: Sequence[Tensor], initial: Tensor | None,
-    cu_seqlens: Tensor | None, shift: bool, silu: bool, return_state: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    output, state = _empty_outputs(x, coefficients[2], cu_seqlens, return_state)
-    final = state if return_state else None
-    _run("forward", x, mask, skip, coefficients, initial, cu_seqlens, shift, silu, out=output, final=final)
-    return output, state
-
-
 def _empty_outputs(
     x: Tensor, weight_out: Tensor, cu_seqlens: Tensor | None, return_state: bool, **_: object
 ) -> tuple[Tensor, Tensor]:
@@ -307,66 +296,50 @@ def _empty_outputs(
     return x.new_empty(x.shape), weight_out.new_empty(shape)
 
 
-def _gradients(
-    gradient: Tensor, grad_final: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None,
-    coefficients: Sequence[Tensor], initial: Tensor | None, cu_seqlens: Tensor | None, shift: bool, silu: bool,
-    return_state: bool,
-) -> list[Any]:  # fmt: skip
-    """Return the gradients of x, skip, log |q|, the angle of q (None if q is real), p, w and initial."""
-    _, weight_in, weight_out = coefficients
-    like = (x, skip, weight_in, weight_in if weight_out.dim() == 3 else None, weight_in, weight_out, initial)
-    grads = [None if y is None else y.new_empty(y.shape) for y in like]
-    names = ("out", "grad_skip", "grad_decay", "grad_phase", "grad_in", "grad_weight", "grad_initial")
-    gradient, grad_final = _contiguous(gradient, grad_final if return_state else None)
-    results = dict(zip(names, grads, strict=True), gradient=gradient, grad_final=grad_final)
-    _run("backward", x, mask, skip, coefficients, initial, cu_seqlens, shift, silu, **results)
-    return grads
-
-
 def _forward(
-    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor,
-    weight_out: Tensor, *rest: Any,
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, first: Tensor, second: Tensor | None, third: Tensor,
+    weight_out: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None, shift: bool, silu: bool, return_state: bool,
+    fused: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _outputs(x, mask, skip, _coefficients(log_decay, turn, weight_in, weight_out), *rest)
+    of = _coefficients(first, second, third, weight_out, fused)
+    output, state = _empty_outputs(x, of[2], cu_seqlens, return_state)
+    final = state if return_state else None
+    _run("forward", x, mask, skip, of, initial, cu_seqlens, shift, silu, out=output, final=final)
+    return output, state
 
 
 def _backward(
-    gradient: Tensor, grad_final: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor,
-    turn: Tensor | None, weight_in: Tensor, weight_out: Tensor, *rest: Any,
+    gradient: Tensor, grad_final: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None, first: Tensor,
+    second: Tensor | None, third: Tensor, weight_out: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None,
+    shift: bool, silu: bool, return_state: bool, fused: bool,
 ) -> list[Tensor | None]:  # fmt: skip
-    of = _coefficients(log_decay, turn, weight_in, weight_out)
-    grads = _gradients(gradient, grad_final, x, mask, skip, of, *rest)
-    if turn is not None:
-        grads[3] = grads[3].double() * (2 * math.pi)
-    return grads
-
-
-def _damped_forward(
-    x: Tensor, mask: Tensor | None, skip: Tensor | None, input_logit: Tensor, damping_logit: Tensor, expansion: Tensor,
-    projection: Tensor, *rest: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    parameters = _contiguous(input_logit, damping_logit, expansion, projection)
-    return _outputs(x, mask, skip, _damped_coefficients(*parameters), *rest)
-
-
-def _damped_backward(
-    gradient: Tensor, grad_final: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None,
-    input_logit: Tensor, damping_logit: Tensor, expansion: Tensor, projection: Tensor, *rest: Any,
-) -> list[Tensor | None]:  # fmt: skip
-    parameters = _contiguous(input_logit, damping_logit, expansion, projection)
-    of = _damped_coefficients(*parameters)
-    grad_x, grad_skip, grad_log, _, grad_in, grad_weight, grad_initial = _gradients(
-        gradient, grad_final, x, mask, skip, of, *rest
-    )
-    return [grad_x, grad_skip, *_damped_gradients(parameters, grad_log, grad_in, grad_weight), grad_initial]
+    of = _coefficients(first, second, third, weight_out, fused)
+    _, p, w = of
+    like = (x, skip, p, p if w.dim() == 3 else None, p, w, initial)
+    grads: list[Any] = [None if y is None else y.new_empty(y.shape) for y in like]
+    names = ("out", "grad_skip", "grad_decay", "grad_phase", "grad_in", "grad_weight", "grad_initial")
+    gradient, grad_final = _contiguous(gradient, grad_final if return_state else None)
+    results = dict(zip(names, grads, strict=True), gradient=gradient, grad_final=grad_final)
+    _run("backward", x, mask, skip, of, initial, cu_seqlens, shift, silu, **results)
+    grad_x, grad_skip, grad_log, grad_phase, grad_in, grad_weight, grad_initial = grads
+    if fused:
+        parameters = _contiguous(first, second, third, weight_out)
+        return [grad_x, grad_skip, *_damped_gradients(parameters, grad_log, grad_in, grad_weight), grad_initial]
+    grad_turn = None if grad_phase is None else grad_phase.double() * (2 * math.pi)
+    return [grad_x, grad_skip, grad_log, grad_turn, grad_in, grad_weight, grad_initial]
 
 
 def _parts(
-    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor,
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, first: Tensor, second: Tensor | None, third: Tensor,
     weight_out: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None, shift: bool, silu: bool, return_state: bool,
+    fused: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the outputs of `operator`, computed with operators of PyTorch."""
-    of = Coefficients(log_decay, turn, weight_in, weight_out)
+    of = Coefficients(first, second, third, weight_out)
+    if fused:
+        assert second is not None
+        log_decay, p, w = damped_formula(first, second, third, weight_out)
+        of = Coefficients(log_decay, None, p, w)
 
     def run(**call: Any) -> tuple[Tensor, Tensor | None]:
         call |= {"coefficients": of, "skip": skip, "shift": shift}
@@ -378,7 +351,7 @@ def _parts(
     bounds = values(cu_seqlens)
     if bounds is None:
         raise no_second_derivative("moving_average", " of varlen sequences without values")
-    if len(log_decay) == x.shape[-1]:
+    if len(of.log_decay) == x.shape[-1]:
         return one_by_one(run, call, bounds, weight_out.shape, weight_out.dtype)
     parts = [slice(*pair) for pair in pairwise(bounds) if pair[0] < pair[1]]
     masks = [Sequences(None if mask is None else mask[:, i]) for i in parts]
@@ -386,36 +359,18 @@ def _parts(
     return torch.cat(runs, 1), None
 
 
-def _damped_parts(
-    x: Tensor, mask: Tensor | None, skip: Tensor | None, input_logit: Tensor, damping_logit: Tensor, expansion: Tensor,
-    projection: Tensor, *rest: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    of = damped_formula(input_logit, damping_logit, expansion, projection)
-    return _parts(x, mask, skip, of[0], None, of[1], of[2], *rest)
-
-
+# `first` to `weight_out` are `Coefficients` or, if `fused`, the parameters of `damped_ema`: computing coefficients in
+# PyTorch takes as long as the average of a short sequence.
 operator = register(
     "moving_average_native",
-    f"{INPUTS}, Tensor log_decay, Tensor? turn, Tensor weight_in, Tensor weight_out, {OPTIONS}",
+    "Tensor x, Tensor? mask, Tensor? skip, Tensor first, Tensor? second, Tensor third, Tensor weight_out, "
+    "Tensor? initial, Tensor? cu_seqlens, bool shift, bool silu, bool return_state, bool fused",
     "(Tensor, Tensor)",
     _forward,
     _empty_outputs,
     _backward,
-    flops=lambda x, log_decay, turn, **_: flops(x.shape[:2].numel() * log_decay.numel(), turn is not None),
-    differentiable=("x", "skip", "log_decay", "turn", "weight_in", "weight_out", "initial"),
+    flops=lambda x, first, weight_out, **_: flops(x.shape[:2].numel() * first.numel(), weight_out.dim() == 3),
+    differentiable=("x", "skip", "first", "second", "third", "weight_out", "initial"),
     gradients={0: (), 1: ("skip", "weight_out")},
     parts=_parts,
-)
-# Starts from the parameters: computing coefficients in PyTorch takes as long as the average of a short sequence.
-damped_operator = register(
-    "damped_ema_native",
-    f"{INPUTS}, Tensor input_logit, Tensor damping_logit, Tensor expansion, Tensor projection, {OPTIONS}",
-    "(Tensor, Tensor)",
-    _damped_forward,
-    lambda projection, **call: _empty_outputs(weight_out=projection, **call),
-    _damped_backward,
-    flops=lambda x, input_logit, **_: flops(x.shape[:2].numel() * input_logit.numel(), False),
-    differentiable=("x", "skip", "input_logit", "damping_logit", "expansion", "projection", "initial"),
-    gradients={0: (), 1: ("skip", "projection")},
-    parts=_damped_parts,
 )
