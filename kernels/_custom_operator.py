@@ -29,7 +29,7 @@ def register(
     backward: Callable[..., Sequence[Tensor | None]] | None = None, *, flops: Callable[..., tuple[int, int]],
     differentiable: Sequence[str] = (), gradients: Mapping[int, Sequence[str]] = MappingProxyType({0: ()}),
     saved: str = "", save: Callable[[Values, Values], Values] = lambda inputs, outputs: (),
-    parts: Callable[..., Values] | None = None,
+    formula: Callable[..., Values] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
     """Register the operators `name` and `<name>_backward`, and return the function that computes the first one.
 
@@ -52,7 +52,7 @@ def register(
             affect them: an output requires a gradient only if an input that affects it does.
         saved: schema of the results of `save`.
         save: maps (inputs, outputs) to the tensors, lists of tensors and None that the backward pass needs as well.
-        parts: computes the outputs with operators of PyTorch, for derivatives of the backward pass; outputs without a
+        formula: computes the outputs with operators of PyTorch, for derivatives of the backward pass; outputs without a
             gradient may be None. Operators with a backward pass have it.
     """
     name = f"{NAMESPACE}::{name}"
@@ -63,8 +63,8 @@ def register(
     register_flops(name, lambda *inputs: flops(*inputs)[0])
     if backward is None:
         return lambda *inputs: (forward if is_plain(inputs) else operator)(*inputs)
-    assert parts is not None
-    gradient = _Gradient(name, inputs, fake, backward, flops, differentiable, gradients, saved, save, parts)
+    assert formula is not None
+    gradient = _Gradient(name, inputs, fake, backward, flops, differentiable, gradients, saved, save, formula)
     operator.register_autograd(gradient.differentiate, setup_context=gradient.set_up_context)
 
     def compute(ctx: Any, *inputs: Any) -> Values:
@@ -92,10 +92,10 @@ class _Gradient:
         self, name: str, inputs: str, fake: Callable[..., Values], backward: Callable[..., Sequence[Tensor | None]],
         flops: Callable[..., tuple[int, int]], differentiable: Sequence[str],
         gradients: Mapping[int, Sequence[str]], saved: str, save: Callable[[Values, Values], Values],
-        parts: Callable[..., Values],
+        formula: Callable[..., Values],
     ) -> None:  # fmt: skip
         self.fake, self.gradients, self.save = fake, tuple(gradients), save
-        self.run, self.parts = _without_autocast(backward), _without_autocast(parts)
+        self.run, self.formula = _without_autocast(backward), _without_autocast(formula)
         types, names = zip(*(argument.split() for argument in inputs.split(", ")), strict=True)
         self.tensors = [place for place, kind in enumerate(types) if kind.startswith("Tensor")]
         self.places = [names.index(name) for name in differentiable]
@@ -136,7 +136,7 @@ class _Gradient:
         results: list[Tensor | None] = [None] * len(inputs)
         found: Sequence[Tensor | None]
         if torch.is_grad_enabled() and mode() < COMPILED:  # with `create_graph=True`, or for a second derivative
-            found = differentiate_parts(self.parts, inputs, self.places, grads, self.gradients)
+            found = differentiate_formula(self.formula, inputs, self.places, grads, self.gradients)
         else:
             first = torch.zeros_like(self.fake(*inputs)[0]) if grads[0] is None else grads[0]
             arguments = (first, *[grads[index] for index in self.gradients[1:]], *kept, *inputs)
@@ -146,13 +146,13 @@ class _Gradient:
         return tuple(results)
 
 
-def differentiate_parts(
-    parts: Callable[..., Values], inputs: list[Any], places: Sequence[int], grads: Values, gradients: Sequence[int]
+def differentiate_formula(
+    formula: Callable[..., Values], inputs: list[Any], places: Sequence[int], grads: Values, gradients: Sequence[int]
 ) -> list[Tensor | None]:
     """Return gradients that autograd can differentiate again.
 
     Args:
-        parts: computes the outputs with operators of PyTorch.
+        formula: computes the outputs with operators of PyTorch.
         inputs: its arguments.
         places: indices of the inputs whose gradients are returned, None for those that require none.
         grads: gradients of all outputs.
@@ -161,7 +161,7 @@ def differentiate_parts(
     # Views, because an input may be computed from another one.
     inputs = [x.view_as(x) if place in places and x is not None else x for place, x in enumerate(inputs)]
     needed = [place for place in places if inputs[place] is not None and inputs[place].requires_grad]
-    outputs = parts(*inputs)
+    outputs = formula(*inputs)
     # An output may be data, such as an initial state, or None if it is 0.
     used = [i for i in gradients if not (grads[i] is None or outputs[i] is None) and outputs[i].requires_grad]
     if not used:

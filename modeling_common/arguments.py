@@ -5,7 +5,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from luna_mega.kernels.support import EXPORTED, mode
+from luna_mega.kernels.for_models import EXPORTED, mode
 from luna_mega.modeling_common.base import INPUT_NAMES, BodyMixin
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.masks import can_look, can_read

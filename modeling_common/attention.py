@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.kernels.support import EXPORTED, KeyWindow, mode, roll_columns, take_columns
+from luna_mega.kernels.for_models import EXPORTED, KeyWindow, mode, roll_columns, take_columns
 from luna_mega.modeling_common.cache import StateLayer
 from luna_mega.modeling_common.masks import can_look
 

@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.kernels.support import EXPORTED, TRANSFORMED, forbid_capture, is_capturing, mode
+from luna_mega.kernels.for_models import EXPORTED, TRANSFORMED, forbid_capture, is_capturing, mode
 from luna_mega.modeling_common.base import CommonPreTrainedModel
 
 _PREFIX_TUNING = "prefix tuning, which passes keys and values, is not supported: use prompt tuning or LoRA"

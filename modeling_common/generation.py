@@ -12,7 +12,7 @@ from transformers.utils import logging
 
 from luna_mega.modeling_common.base import CommonPreTrainedModel, accept_past_key_values
 from luna_mega.modeling_common.cache import check_class, keep_derived, new_cache
-from luna_mega.modeling_common.masks import drop_if_full, find_mask, find_target_mask, read_mask
+from luna_mega.modeling_common.masks import drop_if_full, find_mask, find_target_mask, to_bool_mask
 from luna_mega.modeling_common.outputs import CACHE
 
 logger = logging.get_logger(__name__)
@@ -163,7 +163,7 @@ class StateGenerationMixin(GenerativeMixin):
 
         Raise `ValueError` for a cache of another class, and for inputs that contain only padding.
         """
-        mask = read_mask("attention_mask", model_kwargs.get("attention_mask"))
+        mask = to_bool_mask("attention_mask", model_kwargs.get("attention_mask"))
         if mask is None:
             mask = getattr(model_kwargs.get("encoder_outputs"), "attention_mask", None)
         if mask is not None:

@@ -15,20 +15,20 @@ from transformers.modeling_outputs import MaskedLMOutput, QuestionAnsweringModel
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 
-from luna_mega.kernels.support import forbid_capture, upcast
+from luna_mega.kernels.for_models import forbid_capture, upcast
 from luna_mega.modeling_common.arguments import HeadKwargs
 from luna_mega.modeling_common.base import ModelMixin
 from luna_mega.modeling_common.labels import (
     check_ids,
     check_span,
     check_token_labels,
-    count_columns,
-    count_kept,
     given_input,
+    ignore_dropped,
+    ignore_dropped_columns,
     keep_positions,
     next_tokens,
 )
-from luna_mega.modeling_common.masks import drop_if_full, find_mask, read_mask
+from luna_mega.modeling_common.masks import drop_if_full, find_mask, to_bool_mask
 from luna_mega.modeling_common.outputs import BodyOutput
 from luna_mega.modeling_common.padding_free import find_starts
 
@@ -46,7 +46,7 @@ def find_kept(
     `find` infers the mask from tokens.
     """
     if (mask := inputs.get("attention_mask")) is not None:
-        return read_mask("attention_mask", mask[:, -length:], drop_full=True)
+        return to_bool_mask("attention_mask", mask[:, -length:], drop_full=True)
     input_ids = inputs.get("input_ids")
     return None if input_ids is None else drop_if_full(find(input_ids, config))
 
@@ -156,7 +156,7 @@ class GenericForMaskedLM(LMHead):
         outputs = self.run_body(inputs, kwargs)
         hidden_states, targets, loss = outputs.last_hidden_state, None, None
         if labels is not None:
-            targets = count_kept(labels, find_kept(self.config, inputs, labels.shape[1])).contiguous()
+            targets = ignore_dropped(labels, find_kept(self.config, inputs, labels.shape[1])).contiguous()
             if self.training and self.config.sparse_prediction:
                 forbid_capture(labels, "sparse_prediction, whose size depends on the labels", "set it to False")
                 predicted = targets != -100
@@ -261,7 +261,7 @@ class GenericForTokenClassification(Head):
         logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
         if labels is not None:
             config: Any = self.config
-            targets = count_kept(labels, find_kept(config, inputs, labels.shape[1])).contiguous()
+            targets = ignore_dropped(labels, find_kept(config, inputs, labels.shape[1])).contiguous()
             values = {"logits": logits, "labels": targets, "config": config, **kwargs}
             loss = checked_loss(lambda: self.loss_function(**values), targets, config.num_labels)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
@@ -314,6 +314,6 @@ class GenericForQuestionAnswering(Head):
                     f"{type(self).__name__} has no loss for a padding-free batch; pad the batch, or omit "
                     "`start_positions` and `end_positions`"
                 )
-            columns = (count_columns(column.view(-1), mask) for column in (start_positions, end_positions))
+            columns = (ignore_dropped_columns(column.view(-1), mask) for column in (start_positions, end_positions))
             loss = self.loss_function(*(upcast(x) for x in logits), *columns, **kwargs)
         return self.output_class(loss=loss, start_logits=logits[0], end_logits=logits[1], **self.carried_over(outputs))

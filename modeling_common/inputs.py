@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 
-from luna_mega.kernels.support import COMPILED, mode, tracing_error
+from luna_mega.kernels.for_models import COMPILED, mode, tracing_error
 from luna_mega.modeling_common.arguments import (
     check_cached_weights,
     check_input,
@@ -20,8 +20,8 @@ from luna_mega.modeling_common.arguments import (
 )
 from luna_mega.modeling_common.base import BodyMixin
 from luna_mega.modeling_common.cache import StateCache, begin_cache, split_cache
-from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout, close_gaps
-from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, find_target_mask, read_mask
+from luna_mega.modeling_common.layout import NO_PADDING, Layout, PaddedLayout, close_gaps
+from luna_mega.modeling_common.masks import can_look, clean, drop_if_full, find_mask, find_target_mask, to_bool_mask
 from luna_mega.modeling_common.padding_free import VARLEN_OPTIONS, find_padding_free, unpad
 
 
@@ -70,7 +70,7 @@ class Inputs(NamedTuple):
     output_states: bool
     position_ids: torch.Tensor | None
     encoder_hidden_states: torch.Tensor | None = None
-    encoder_layout: Layout = DENSE
+    encoder_layout: Layout = NO_PADDING
     token_type_ids: torch.Tensor | None = None
     embedded: bool = False
 
@@ -121,7 +121,7 @@ def prepare(
     mask = attention_mask if attention_mask is None or not seen else mask_of_new(attention_mask, given, seen)
     check_input(model, mask, inputs | {"inputs_embeds": inputs_embeds}, grid)
     if mask is not None:
-        mask = read_mask("attention_mask", mask, drop_full=True)
+        mask = to_bool_mask("attention_mask", mask, drop_full=True)
     elif input_ids is not None:
         find = find_target_mask if model.reads_target and not seen else find_mask
         mask = drop_if_full(find(input_ids, config))
@@ -145,9 +145,9 @@ def prepare(
         model_cache = cache = None  # a decoder creates one by default
     elif config.unpad_inputs and model_cache is None and not config.add_cross_attention:
         padding_free = None if output_weights or output_states else unpad(mask)
-    layout: Layout = padding_free or (close_gaps(mask, cache) if model.closes_gaps else DenseLayout(mask))
+    layout: Layout = padding_free or (close_gaps(mask, cache) if model.closes_gaps else PaddedLayout(mask))
 
-    source, encoder_layout = encoder_hidden_states, DENSE
+    source, encoder_layout = encoder_hidden_states, NO_PADDING
     if config.add_cross_attention or source is not None or encoder_attention_mask is not None:
         check_source(model, source, encoder_attention_mask, given.shape[0], cross_cache)
         source, encoder_layout = read_source(model, source, encoder_attention_mask, cross_cache)
@@ -177,12 +177,12 @@ def mask_of_new(mask: torch.Tensor, given: torch.Tensor | None, seen: int) -> to
 
 def read_source(
     model: BodyMixin, states: torch.Tensor | None, attention_mask: torch.Tensor | None, cache: StateCache | None
-) -> tuple[torch.Tensor | None, DenseLayout]:
+) -> tuple[torch.Tensor | None, PaddedLayout]:
     """Return the output of an encoder, None if the cache contains it, and its layout."""
-    mask = read_mask("encoder_attention_mask", attention_mask, drop_full=True)
+    mask = to_bool_mask("encoder_attention_mask", attention_mask, drop_full=True)
     if states is None or (cache is not None and cache.layers[0].is_initialized):
-        return None, DenseLayout(mask)
-    layout = close_gaps(mask) if model.closes_gaps else DenseLayout(mask)
+        return None, PaddedLayout(mask)
+    layout = close_gaps(mask) if model.closes_gaps else PaddedLayout(mask)
     return layout.gather(clean(states, mask)), layout
 
 

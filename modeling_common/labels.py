@@ -39,12 +39,12 @@ def keep_positions(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tens
     return hidden_states[:, logits_to_keep]
 
 
-def count_kept(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def ignore_dropped(labels: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Return `labels` `[B, T]` with -100 at positions that the bool `mask` drops; None = all positions are kept."""
     return labels if mask is None else labels.masked_fill(~mask, IGNORED)
 
 
-def count_columns(columns: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def ignore_dropped_columns(columns: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Return `columns` `[B]` with T, which a loss ignores, in place of columns that the bool `mask` `[B, T]` drops."""
     if mask is None:
         return columns
@@ -68,7 +68,7 @@ def next_tokens(
         starts: `[B, T]` bool, True = the first token of a sequence of a padding-free batch; it is not predicted.
     """
     if shift_labels is not None:
-        return count_kept(shift_labels, mask).contiguous()
+        return ignore_dropped(shift_labels, mask).contiguous()
     if labels is None:
         return None
     sequence = None if starts is None else starts.cumsum(dim=1)
@@ -82,7 +82,7 @@ def next_tokens(
     if sequence is not None:
         later = nn.functional.pad(sequence, (0, 1), value=-1).gather(1, following)
         targets = targets.masked_fill(later != sequence, IGNORED)
-    return count_kept(targets, mask).contiguous()
+    return ignore_dropped(targets, mask).contiguous()
 
 
 def _next_kept(mask: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Layouts: the positions of the tokens of a batch.
 
-A model chooses one of two classes once, and its layers only call methods, which both classes have: `DenseLayout` has
+A model chooses one of two classes once, and its layers only call methods, which both classes have: `PaddedLayout` has
 one sequence per row, and `PaddingFreeLayout` (`padding_free.py`) has all sequences in one row. They are NamedTuples,
 because Accelerate's hooks move the tensors inside tuples.
 """
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from luna_mega.kernels.support import take_columns
+from luna_mega.kernels.for_models import take_columns
 from luna_mega.modeling_common.cache import StateCache
 from luna_mega.modeling_common.masks import can_look
 from luna_mega.modeling_common.padding_free import PaddingFreeLayout
 
 
-class DenseLayout(NamedTuple):
+class PaddedLayout(NamedTuple):
     """One sequence per row, `[B, T]`. S is the number of sequences.
 
     Args:
@@ -97,8 +97,8 @@ class DenseLayout(NamedTuple):
         return {"mask": self.mask, "start": self.start()}
 
 
-DENSE = DenseLayout()  # no padding
-Layout = DenseLayout | PaddingFreeLayout
+NO_PADDING = PaddedLayout()  # no padding
+Layout = PaddedLayout | PaddingFreeLayout
 
 
 def move_kept(mask: torch.Tensor, right: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -116,7 +116,7 @@ def move_kept(mask: torch.Tensor, right: bool = False) -> tuple[torch.Tensor, to
     return columns, back, (column >= first) & (column < first + count)
 
 
-def close_gaps(mask: torch.Tensor | None, cache: StateCache | None = None) -> DenseLayout:
+def close_gaps(mask: torch.Tensor | None, cache: StateCache | None = None) -> PaddedLayout:
     """Return the dense layout in which the positions that a bool mask `[B, T]` keeps follow each other.
 
     A moving average, a relative bias and a chunk continue over columns. Columns that the mask drops between others
@@ -126,13 +126,13 @@ def close_gaps(mask: torch.Tensor | None, cache: StateCache | None = None) -> De
     less than waiting for the device.
     """
     if mask is None:
-        return DENSE
+        return NO_PADDING
     begins = cache is None or not cache.get_seq_length()
     lengths = None if begins else mask.sum(dim=1)
     if mask.shape[1] == 1 or (can_look(mask) and _is_closed(mask, cache is not None, begins)):
-        return DenseLayout(mask, lengths=lengths)
+        return PaddedLayout(mask, lengths=lengths)
     columns, back, mask = move_kept(mask, right=cache is not None and begins)
-    return DenseLayout(mask, columns, back, lengths)
+    return PaddedLayout(mask, columns, back, lengths)
 
 
 def _is_closed(mask: torch.Tensor, cached: bool, begins: bool) -> bool:

@@ -5,7 +5,7 @@ from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
-from luna_mega.kernels.support import COMPILED, TRANSFORMED, is_capturing, mode
+from luna_mega.kernels.for_models import COMPILED, TRANSFORMED, is_capturing, mode
 
 logger = logging.get_logger(__name__)
 
@@ -23,7 +23,7 @@ def can_look(x: torch.Tensor) -> bool:
     return type(x) is torch.Tensor and x.device.type == "cpu" and mode() < TRANSFORMED
 
 
-def read_mask(name: str, mask: torch.Tensor | None, drop_full: bool = False) -> torch.Tensor | None:
+def to_bool_mask(name: str, mask: torch.Tensor | None, drop_full: bool = False) -> torch.Tensor | None:
     """Return a mask as bool, True = keep; None stays None.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from luna_mega.kernels.support import COMPILED, check_cu_seqlens, checked_copy, forbid_capture, locate, mode
+from luna_mega.kernels.for_models import COMPILED, check_cu_seqlens, checked_copy, forbid_capture, locate, mode
 from luna_mega.modeling_common.masks import can_look
 
 # Keyword arguments of a padding-free batch, as `DataCollatorWithFlattening` returns them.

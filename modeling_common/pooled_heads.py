@@ -14,12 +14,12 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import MultipleChoiceModelOutput, SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from luna_mega.kernels.support import take_columns, upcast, upcast_dtype
+from luna_mega.kernels.for_models import take_columns, upcast, upcast_dtype
 from luna_mega.modeling_common.arguments import HeadKwargs, check_input
 from luna_mega.modeling_common.heads import Head, checked_loss
 from luna_mega.modeling_common.inputs import read_token_types
 from luna_mega.modeling_common.labels import check_pairs, given_input, validate_pooled
-from luna_mega.modeling_common.masks import find_mask, read_mask
+from luna_mega.modeling_common.masks import find_mask, to_bool_mask
 from luna_mega.modeling_common.outputs import BodyOutput
 from luna_mega.modeling_common.padding_free import find_padding_free
 
@@ -135,7 +135,7 @@ class PooledHead(Head):
         inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
         body: Any = self.base_model
         check_input(body, attention_mask, inputs)
-        mask = read_mask("attention_mask", attention_mask)
+        mask = to_bool_mask("attention_mask", attention_mask)
         given: Any = given_input(inputs)
         positions = others.get("position_ids") if mask is None else None
         if find_padding_free(given.shape[:2], None, positions, others) is not None:
@@ -295,7 +295,7 @@ class GenericForSequencePairClassification(PooledHead):
             "input_ids": pair_input_ids,
             "inputs_embeds": pair_inputs_embeds,
             "input_values": pair_input_values,
-            "attention_mask": read_mask("pair_attention_mask", pair_attention_mask),
+            "attention_mask": to_bool_mask("pair_attention_mask", pair_attention_mask),
         }
         check_pairs(first, second)
         if labels is not None:

@@ -15,11 +15,11 @@ from luna_mega.modeling_common.heads import LMHead, checked_loss, find_kept
 from luna_mega.modeling_common.labels import (
     check_ids,
     check_token_labels,
-    count_kept,
+    ignore_dropped,
     keep_positions,
     shift_right,
 )
-from luna_mega.modeling_common.masks import drop_if_full, find_mask, find_target_mask, read_mask
+from luna_mega.modeling_common.masks import drop_if_full, find_mask, find_target_mask, to_bool_mask
 from luna_mega.modeling_common.outputs import Seq2SeqLMOutput, Seq2SeqModelOutput, cache_field
 
 
@@ -126,7 +126,7 @@ class Seq2SeqBody(EncoderDecoder):
         own = self.decoder_inputs(encoded, options)
         decoded = self.decoder(
             decoder_input_ids,
-            read_mask("decoder_attention_mask", decoder_attention_mask),
+            to_bool_mask("decoder_attention_mask", decoder_attention_mask),
             inputs_embeds=decoder_inputs_embeds,
             encoder_hidden_states=encoded.last_hidden_state,
             encoder_attention_mask=source_mask,
@@ -168,7 +168,7 @@ class Seq2SeqBody(EncoderDecoder):
             cache: cache of the decoder; if it is filled, the outputs may be empty.
             options: see `read_options`; `token_type_ids` are removed.
         """
-        mask = source["attention_mask"] = read_mask("attention_mask", source["attention_mask"])
+        mask = source["attention_mask"] = to_bool_mask("attention_mask", source["attention_mask"])
         source = source | {"token_type_ids": options.pop("token_type_ids", None)}
         given = source["input_ids"] is not None or source["inputs_embeds"] is not None
         if encoded is None and not given and isinstance(cache, EncoderDecoderCache) and cache.get_seq_length() > 0:
@@ -280,7 +280,9 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         if labels is not None:
             target = {"input_ids": decoder_input_ids, "attention_mask": decoder_attention_mask}
             mask = find_kept(self.get_decoder().config, target, outputs.last_hidden_state.shape[1], find)
-            counted = count_kept(labels, None if mask is None else keep_positions(mask, logits_to_keep)).contiguous()
+            counted = ignore_dropped(
+                labels, None if mask is None else keep_positions(mask, logits_to_keep)
+            ).contiguous()
             options = {"logits": logits, "labels": counted, "vocab_size": logits.shape[-1], **kwargs}
             loss = checked_loss(lambda: self.loss_function(**options), counted, logits.shape[-1])
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))

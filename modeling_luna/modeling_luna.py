@@ -36,7 +36,7 @@ from luna_mega.kernels.api import (
     luna_pack,
     luna_unpack,
 )
-from luna_mega.kernels.support import COMPILED, Dropout, forbid_capture, mode
+from luna_mega.kernels.for_models import COMPILED, Dropout, forbid_capture, mode
 from luna_mega.modeling_common.arguments import HeadKwargs, ModelKwargs
 from luna_mega.modeling_common.base import (
     BodyMixin,
@@ -54,8 +54,8 @@ from luna_mega.modeling_common.heads import (
     GenericForTokenClassification,
 )
 from luna_mega.modeling_common.inputs import Inputs, ValueEmbeddings, embed, prepare, scatter_states
-from luna_mega.modeling_common.layout import DENSE, Layout
-from luna_mega.modeling_common.masks import blank_token, can_look, is_sound, read_mask
+from luna_mega.modeling_common.layout import NO_PADDING, Layout
+from luna_mega.modeling_common.masks import blank_token, can_look, is_sound, to_bool_mask
 from luna_mega.modeling_common.outputs import (
     BaseModelOutputWithPastAndCrossAttentions,
     CausalLMOutputWithPast,
@@ -303,7 +303,7 @@ class LunaAttention(LunaProjections):
         self,
         hidden_states: torch.Tensor,
         packed: torch.Tensor | None,
-        layout: Layout = DENSE,
+        layout: Layout = NO_PADDING,
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
         encoder_hidden_states: torch.Tensor | None = None,
@@ -322,7 +322,7 @@ class LunaAttention(LunaProjections):
         query = self.query(hidden_states).unflatten(-1, (-1, self.head_size))
         packed_context = pack_weights = None
         if cache is not None and cache.is_initialized:
-            key, value, layout = cache.key, cache.value, DENSE
+            key, value, layout = cache.key, cache.value, NO_PADDING
         else:
             context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
             packed_context, pack_weights = self.pack(packed, context, layout, output_weights)
@@ -372,7 +372,7 @@ class LunaCausalAttention(LunaProjections):
         self,
         hidden_states: torch.Tensor,
         packed: torch.Tensor | None,
-        layout: Layout = DENSE,
+        layout: Layout = NO_PADDING,
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
         cache: LunaCacheLayer | None = None,
@@ -473,7 +473,7 @@ class LunaLayer(LunaBlock):
         self,
         hidden_states: torch.Tensor,
         packed: torch.Tensor,
-        layout: Layout = DENSE,
+        layout: Layout = NO_PADDING,
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -507,10 +507,10 @@ class LunaDecoderLayer(LunaBlock):
         hidden_states: torch.Tensor,
         packed: torch.Tensor | None,
         encoder_hidden_states: torch.Tensor | None = None,
-        layout: Layout = DENSE,
+        layout: Layout = NO_PADDING,
         packed_mask: torch.Tensor | None = None,
         output_weights: bool = False,
-        encoder_layout: Layout = DENSE,
+        encoder_layout: Layout = NO_PADDING,
         cache: LunaCacheLayer | None = None,
         cross_cache: LunaCacheLayer | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -600,7 +600,7 @@ class LunaStack(nn.Module):
         packed_mask: torch.Tensor | None,
         output_weights: bool,
         encoder_hidden_states: torch.Tensor | None = None,
-        encoder_layout: Layout = DENSE,
+        encoder_layout: Layout = NO_PADDING,
         caches: Sequence[tuple[Any, Any]] | None = None,
     ) -> tuple[torch.Tensor, PackedStates]:
         """Return the tokens after the last layer, and P before the first layer and after each layer.
@@ -789,7 +789,7 @@ def read_packed(
             raise ValueError("`packed_states` is missing; a decoder with `add_cross_attention=True` requires it")
         return None
     check_packed(states, mask, (inputs.layout.sizes(inputs.given)[0], "rows", width))
-    mask = read_mask("packed_mask", mask, drop_full=True)
+    mask = to_bool_mask("packed_mask", mask, drop_full=True)
     if mask is not None:  # unused rows may contain NaN, and pass through the layers
         states = states.masked_fill(~mask[..., None] & ~is_sound(states), 0.0)
     return [states] * layers, mask

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import torch
 
-from luna_mega.modeling_common.masks import find_mask, read_mask
+from luna_mega.modeling_common.masks import find_mask, to_bool_mask
 from luna_mega.modeling_luna.modeling_luna import LunaModel, LunaModelOutput
 
 
@@ -43,7 +43,7 @@ def read_segments(
     for name, value in (("segment_length", segment_length), ("gradient_segments", gradient_segments)):
         if value is not None and value < 1:
             raise ValueError(f"`{name}` must be at least 1, got {value}")
-    mask = read_mask("attention_mask", attention_mask)
+    mask = to_bool_mask("attention_mask", attention_mask)
     if mask is None:
         mask = find_mask(input_ids, model.config)
     if mask is None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, linear
 from transformers.configuration_utils import PreTrainedConfig
 
-from luna_mega.kernels.support import upcast
+from luna_mega.kernels.for_models import upcast
 
 
 def check_bands(config: PreTrainedConfig) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from luna_mega.kernels.support import upcast
+from luna_mega.kernels.for_models import upcast
 from luna_mega.modeling_common.processes import all_reduce_sum, are_joined
 
 

@@ -33,7 +33,7 @@ from transformers.utils.generic import TransformersKwargs, can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from luna_mega.kernels.api import TruncatedEmaState, damped_ema, damped_ema_step, ema_coefficients, gated_attention
-from luna_mega.kernels.support import (
+from luna_mega.kernels.for_models import (
     COMPILED,
     EXPORTED,
     Dropout,
@@ -73,8 +73,8 @@ from luna_mega.modeling_common.heads import (
 )
 from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
 from luna_mega.modeling_common.labels import check_pooled_labels
-from luna_mega.modeling_common.layout import DENSE, DenseLayout, Layout
-from luna_mega.modeling_common.masks import blank_token, read_mask
+from luna_mega.modeling_common.layout import NO_PADDING, Layout, PaddedLayout
+from luna_mega.modeling_common.masks import blank_token, to_bool_mask
 from luna_mega.modeling_common.outputs import (
     BaseModelOutputWithPoolingAndCrossAttentions,
     CausalLMOutputWithCrossAttentions,
@@ -233,7 +233,7 @@ class MegaDropout(Dropout):
         super().__init__(probability)
         self.features = features
 
-    def forward(self, states: torch.Tensor, layout: Layout = DENSE) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, layout: Layout = NO_PADDING) -> torch.Tensor:
         if not self.training:
             return states
         return layout.drop_features(states, self.p) if self.features and self.p else super().forward(states)
@@ -242,7 +242,7 @@ class MegaDropout(Dropout):
 class MegaDropPath(Dropout):
     """Stochastic depth: dropout of the output of a sub-layer for an entire sequence."""
 
-    def forward(self, states: torch.Tensor, layout: Layout = DENSE) -> torch.Tensor:
+    def forward(self, states: torch.Tensor, layout: Layout = NO_PADDING) -> torch.Tensor:
         if self.rate == 0.0:
             return states
         return states * layout.spread(self.draw(states, layout.sizes(states)[0]), states.shape[1])
@@ -635,7 +635,7 @@ class MegaGatedCrossAttention(nn.Module):
         update, reset, query = self.q_proj(hidden_states).split(self.sizes, dim=-1)
         reset = nn.functional.silu(reset)
         if cross_cache is not None and cross_cache.is_initialized:
-            key, value, encoder_layout = cross_cache.keys, cross_cache.values, DenseLayout(cross_cache.mask)
+            key, value, encoder_layout = cross_cache.keys, cross_cache.values, PaddedLayout(cross_cache.mask)
         else:
             key = self.k_proj(encoder_hidden_states)
             value = self.activation(self.v_proj(encoder_hidden_states))
@@ -731,7 +731,7 @@ class MegaBlock(GradientCheckpointingLayer):
         hidden_states: torch.Tensor,
         layout: Layout,
         encoder_hidden_states: torch.Tensor | None = None,
-        encoder_layout: Layout = DENSE,
+        encoder_layout: Layout = NO_PADDING,
         output_weights: bool = False,
         cache: MegaCacheLayer | None = None,
         cross_cache: MegaCrossCacheLayer | None = None,
@@ -1082,7 +1082,7 @@ class MegaForImageClassification(MegaPooledHead, MegaPreTrainedModel):
             return_dict=True,
             **kwargs,
         )
-        features = self.summarize(outputs, read_mask("attention_mask", attention_mask))
+        features = self.summarize(outputs, to_bool_mask("attention_mask", attention_mask))
         return self.make_output(self.classifier(features), outputs, labels)
 
 

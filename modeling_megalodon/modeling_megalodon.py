@@ -32,7 +32,7 @@ from luna_mega.kernels.api import (
     timestep_norm,
     timestep_norm_step,
 )
-from luna_mega.kernels.support import Dropout, KeyWindow, attend, upcast
+from luna_mega.kernels.for_models import Dropout, KeyWindow, attend, upcast
 from luna_mega.modeling_common.attention import KeyValueCacheLayer, cached_backend
 from luna_mega.modeling_common.base import (
     BodyMixin,

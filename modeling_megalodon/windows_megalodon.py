@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from luna_mega.modeling_common.inputs import Inputs
-from luna_mega.modeling_common.layout import DenseLayout
+from luna_mega.modeling_common.layout import PaddedLayout
 
 # Chunks of each part of a prompt; chunks after which the statistics restart; and chunks that they include then.
 PIECE, LONG, WINDOW = 2, 8, 6
@@ -21,7 +21,7 @@ def needs_windows(model: Any, inputs: Inputs, options: Mapping[str, Any]) -> boo
     config, layout, length, seen = model.config, inputs.layout, inputs.given.shape[1], inputs.seen
     if length == 1 or seen + layout.sizes(inputs.given)[1] <= LONG * config.chunk_size:
         return False
-    if not isinstance(layout, DenseLayout) or layout.mask is not None:
+    if not isinstance(layout, PaddedLayout) or layout.mask is not None:
         raise ValueError(
             f"windowed_statistics=True does not support padding or padding-free batches after {LONG} "
             f"chunks of {config.chunk_size} positions; pass sequences of one length, or set it to False"

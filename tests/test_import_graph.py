@@ -38,7 +38,7 @@ LAYERS = {
 APART = {"luna_mega.modeling_luna", "luna_mega.modeling_mega", "luna_mega.modeling_megalodon"}
 OPTIONAL = {"triton", "argcomplete", "matplotlib", "timm", "pytorch_optimizer"}
 # Other packages import operators and helpers from these modules.
-DOORS = ("luna_mega.kernels.api.", "luna_mega.kernels.support.")
+DOORS = ("luna_mega.kernels.api.", "luna_mega.kernels.for_models.")
 FORMATS = "luna_mega.convert.formats."
 
 

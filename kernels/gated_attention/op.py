@@ -9,8 +9,8 @@ from torch import Tensor
 
 from .._dispatch import Arguments, Op
 from .._mode import COMPILED, EXPORTED, TRANSFORMED, mode
+from ..alignment import drop_zero_rows, in_columns, in_last_column, pad_columns, roll_columns, take_columns
 from ..checks import check_dropout, check_mask
-from ..columns import in_columns, in_last_column, pad_columns, roll_columns, take_columns, unless_zero
 from ..sequences import Sequences, check_cu_seqlens, in_rows
 from . import reference, torch_backend, torch_step
 
@@ -231,9 +231,9 @@ def gated_attention(
         start = start.clamp(max=0)
     if short and not return_weights:
         chunk_size = None
-    call: Arguments = {"query": query, "key": key, "value": value, "bias": bias, "start": unless_zero(start)}
+    call: Arguments = {"query": query, "key": key, "value": value, "bias": bias, "start": drop_zero_rows(start)}
     call |= {"function": function, "causal": causal, "chunk_size": chunk_size, "offset": offset, "dropout": dropout}
-    call |= {"row_offset": unless_zero(row_offset), "sequences": Sequences(mask, cu_seqlens, max_seqlen)}
+    call |= {"row_offset": drop_zero_rows(row_offset), "sequences": Sequences(mask, cu_seqlens, max_seqlen)}
     if return_weights:
         call["heads"] = heads
     return ATTEND(backend, call, return_weights)
@@ -291,7 +291,7 @@ def attend_last(
         start = None if start is None else (start + last) % chunk_size - window
     _check_bias(op, bias, key.shape[1])
     call: Arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "function": function}
-    call |= {"column": column, "start": unless_zero(start), "dropout": dropout}
+    call |= {"column": column, "start": drop_zero_rows(start), "dropout": dropout}
     result: Tensor = STEP(backend, call)
     return result
 

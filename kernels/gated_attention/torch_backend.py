@@ -232,7 +232,7 @@ def _backward(grad_output: Tensor, kept: Tensor, *inputs: Any) -> list[Tensor | 
     return [*(grad.to(x.dtype) for grad, x in gradients), of_bias]
 
 
-def _parts(
+def _formula(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, start: Tensor | None,
     function: str, causal: bool, offset: int, dropout: float, seed: Tensor | None, keep: bool,
 ) -> tuple[Tensor, None]:  # fmt: skip
@@ -291,5 +291,5 @@ operator = register(
     differentiable=("query", "key", "value", "bias"),
     saved="Tensor kept",
     save=lambda inputs, outputs: outputs[1:],
-    parts=_parts,
+    formula=_formula,
 )

@@ -69,7 +69,7 @@ def _flops(
     return torch_backend.count_flops(query, value, pairs, recompute=True)
 
 
-def _parts(
+def _formula(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask: Tensor | None, bounds: Tensor | None,
     function: str, causal: bool, chunk: int, offset: int, dropout: float, *_: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
@@ -91,5 +91,5 @@ _operator = register(
     differentiable=("query", "key", "value", "bias"),
     saved="Tensor? output, Tensor lse",
     save=lambda inputs, outputs: (outputs[0] if inputs[6] == "softmax" else None, outputs[1]),
-    parts=_parts,
+    formula=_formula,
 )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from .._custom_operator import differentiate_parts, register
+from .._custom_operator import differentiate_formula, register
 from .._mode import EXPORTED, TRANSFORMED, mode
 from ..dropout import dropout as drop
 from ..upcast import upcast_dtype
@@ -108,7 +108,7 @@ def flash_backward(
     return tuple(x.transpose(1, 2) for x in gradients)
 
 
-def _parts(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, None]:
+def _formula(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, None]:
     return reference.attend(query, key, value, mask, scale)[0], None
 
 
@@ -127,7 +127,7 @@ class _Flash(Function):
         output, log_sum_exp, query, key, value, mask = ctx.saved_tensors
         if torch.is_grad_enabled():
             inputs = [query, key, value, mask, ctx.scale]
-            return (*differentiate_parts(_parts, inputs, (0, 1, 2), [grad], (0,)), None, None)
+            return (*differentiate_formula(_formula, inputs, (0, 1, 2), [grad], (0,)), None, None)
         return (*flash_backward(grad, output, log_sum_exp, query, key, value, mask, ctx.scale), None, None)
 
 
@@ -154,5 +154,5 @@ operator = register(
     differentiable=("query", "key", "value"),
     saved="Tensor output, Tensor log_sum_exp",
     save=lambda inputs, outputs: outputs,
-    parts=_parts,
+    formula=_formula,
 )

@@ -33,7 +33,7 @@ def attend(
     )[0]  # fmt: skip
 
 
-def _parts(
+def _formula(
     query: Tensor, key: Tensor, value: Tensor | None, mask: Tensor | None, cu_seqlens: Tensor | None, *rest: Any
 ) -> tuple[Tensor, None]:
     scale, dropout = rest[3:5]
@@ -53,5 +53,5 @@ _operator = register(
     differentiable=("query", "key", "value"),
     saved="Tensor output, Tensor log_sum_exp",
     save=lambda inputs, outputs: outputs,
-    parts=_parts,
+    formula=_formula,
 )

@@ -35,7 +35,7 @@ def attend(
     """Return `reference.attend`."""
     tokens = (query, pack_key, key, value)
     if mode() in FORMULAS:
-        return _in_parts(tokens, pack_query, mask, pack_mask, activation, state, dropout)
+        return _in_formula(tokens, pack_query, mask, pack_mask, activation, state, dropout)
     if is_known(query.shape[1] == 1):
         one = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
         output, state = step(*one, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
@@ -140,7 +140,7 @@ def _short(
     return output, LunaCausalState(key_mean, value_mean, count[:, -1].clone())
 
 
-def _in_parts(
+def _in_formula(
     tokens: Sequence[Tensor], pack_query: Tensor, mask: Tensor | None, pack_mask: Tensor | None, activation: str,
     state: LunaCausalState | None, dropout: float,
 ) -> tuple[Tensor, LunaCausalState]:  # fmt: skip
@@ -344,7 +344,7 @@ def _forward(
     return output, key_mean, value_mean
 
 
-def parts(
+def formula(
     query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output and the means after the last token, computed with operators of PyTorch."""
@@ -400,5 +400,5 @@ operator = register(
     flops=flops,
     differentiable=DIFFERENTIABLE,
     gradients=GRADIENTS,
-    parts=parts,
+    formula=formula,
 )

@@ -54,14 +54,14 @@ def step(
     return output, LunaCausalState(*after)
 
 
-def _check_parts(dropout: float) -> None:
+def _check_formula(dropout: float) -> None:
     if dropout > 0.0:
         raise no_second_derivative("luna_causal_attention", " with dropout")
 
 
-def _parts(*inputs: Any) -> tuple[Tensor, ...]:
-    _check_parts(inputs[-3])
-    return torch_backend.parts(*inputs[:-1])
+def _formula(*inputs: Any) -> tuple[Tensor, ...]:
+    _check_formula(inputs[-3])
+    return torch_backend.formula(*inputs[:-1])
 
 
 _operator = register(
@@ -74,13 +74,13 @@ _operator = register(
     flops=torch_backend.flops,
     differentiable=torch_backend.DIFFERENTIABLE,
     gradients=torch_backend.GRADIENTS,
-    parts=_parts,
+    formula=_formula,
 )
 
 
-def _step_parts(*inputs: Any) -> tuple[Tensor, ...]:
+def _step_formula(*inputs: Any) -> tuple[Tensor, ...]:
     query, pack_key, key, value, pack_query, mask, pack_mask, *before, activation, dropout, _, _ = inputs
-    _check_parts(dropout)
+    _check_formula(dropout)
     state = None if before[2] is None else LunaCausalState(before[0], before[1], before[2])
     tokens = (query, pack_query, pack_key, key, value)
     output, state = torch_backend.step(*tokens, mask, pack_mask, activation, state, dropout)
@@ -111,5 +111,5 @@ _step_operator = register(
     gradients=torch_backend.GRADIENTS,
     saved="Tensor count",
     save=lambda inputs, outputs: outputs[3:],
-    parts=_step_parts,
+    formula=_step_formula,
 )

@@ -40,7 +40,7 @@ class Coefficients(NamedTuple):
         return Coefficients(self.log_decay[block], turn, self.weight_in[block], self.weight_out[block])
 
     @property
-    def parts(self) -> int:
+    def components(self) -> int:
         """The real numbers in a state: 1 or 2."""
         return 1 if self.turn is None else 2
 

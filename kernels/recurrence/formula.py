@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from .._export import chunk_positions
 from ..sequences import ALL_TOKENS, Sequences
-from . import tables
+from . import lag_tables
 from .coefficients import Coefficients, powers, times
+from .lag_tables import CHUNK, toeplitz
 from .reference import finish
-from .tables import CHUNK, toeplitz
 
 # Chunks in a group.
 GROUP = 32
@@ -27,25 +27,25 @@ def average(
     of, channels, mask = coefficients, x.shape[2], sequences.mask
     signal = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).to(of.log_decay.dtype)
     if truncation is not None:
-        taps, _ = tables.lags(of, channels, truncation, shift)
-        center = tables.center(of, channels, truncation, shift)
+        taps, _ = lag_tables.lags(of, channels, truncation, shift)
+        center = lag_tables.center(of, channels, truncation, shift)
         return finish(_truncated(signal, taps, center), x, skip).to(x.dtype), None
     taps, input_map, output_map = _chunk_maps(of, channels, shift)
-    center = tables.center(of, channels, CHUNK, shift)
+    center = lag_tables.center(of, channels, CHUNK, shift)
     if of.turn is not None and skip is not None:
         taps, skip = torch.cat((taps[:, :1] + skip[:, None], taps[:, 1:]), 1), None
     result, before, last, rest, since = _in_chunks(signal, taps, center, input_map, output_map, of, initial_state)
     state = None
     if return_state:
         maps = of.weight_in[..., None, None] * powers(of.log_decay, of.turn, since)
-        last_chunk = (maps.flatten(1, 2) @ last).unflatten(1, (-1, of.parts)).permute(3, 0, 1, 2)
+        last_chunk = (maps.flatten(1, 2) @ last).unflatten(1, (-1, of.components)).permute(3, 0, 1, 2)
         decay = powers(of.log_decay, of.turn, rest[None]).squeeze(-1)
         state = times(decay, before.permute(3, 0, 1, 2)) + last_chunk
-        state = state if of.parts > 1 else state.squeeze(-1)
+        state = state if of.components > 1 else state.squeeze(-1)
     return finish(result, x, skip).to(x.dtype), state
 
 
-def parts(
+def of_operator(
     x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor,
     weight_out: Tensor, initial: Tensor | None, chunk: int, length: int, shift: bool,
 ) -> tuple[Tensor, None, Tensor | None]:  # fmt: skip
@@ -63,9 +63,9 @@ def parts(
 
 
 def _chunk_maps(of: Coefficients, channels: int, shift: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `tables.chunk_maps`, computed with real operators."""
+    """Return the result of `lag_tables.chunk_maps`, computed with real operators."""
     if of.turn is None:
-        return tables.chunk_maps(of, channels, CHUNK, shift)[:3]
+        return lag_tables.chunk_maps(of, channels, CHUNK, shift)[:3]
     of_q = powers(of.log_decay, of.turn, torch.arange(CHUNK + 1, device=of.turn.device))
     input_map = of.weight_in[..., None, None] * of_q[..., :CHUNK].flip(-1)
     output_map = times(of.weight_out[:, :, None], of_q.mT).mT * of.weight_out.new_tensor((1.0, -1.0))[:, None]
@@ -85,7 +85,7 @@ def _in_chunks(
     position, real = chunk_positions(length, CHUNK, signal.device)
     chunks = signal[:, position].masked_fill(~real[..., None], 0.0).permute(3, 0, 1, 2)
     rows = chunks.flatten(1, 2)
-    chunk_states = (input_map @ rows.mT).unflatten(2, (batch, -1)).unflatten(1, (-1, of.parts))
+    chunk_states = (input_map @ rows.mT).unflatten(2, (batch, -1)).unflatten(1, (-1, of.components))
     states = _states(chunk_states, of, initial)
     rows = rows @ toeplitz(taps, center, CHUNK) + states.flatten(3).flatten(1, 2).mT @ output_map
     result = rows.unflatten(1, (batch, -1)).flatten(2).permute(1, 2, 0)

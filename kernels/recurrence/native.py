@@ -329,7 +329,7 @@ def _backward(
     return [grad_x, grad_skip, grad_log, grad_turn, grad_in, grad_weight, grad_initial]
 
 
-def _parts(
+def _formula(
     x: Tensor, mask: Tensor | None, skip: Tensor | None, first: Tensor, second: Tensor | None, third: Tensor,
     weight_out: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None, shift: bool, silu: bool, return_state: bool,
     fused: bool,
@@ -372,5 +372,5 @@ operator = register(
     flops=lambda x, first, weight_out, **_: flops(x.shape[:2].numel() * first.numel(), weight_out.dim() == 3),
     differentiable=("x", "skip", "first", "second", "third", "weight_out", "initial"),
     gradients={0: (), 1: ("skip", "weight_out")},
-    parts=_parts,
+    formula=_formula,
 )

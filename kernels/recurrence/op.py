@@ -10,7 +10,7 @@ from torch import Tensor
 from .._custom_operator import has_gradients
 from .._dispatch import Arguments, Op, without_autocast
 from .._mode import forbid_capture
-from ..columns import to_end
+from ..alignment import to_end
 from ..sequences import ALL_TOKENS, Sequences, values
 from ..upcast import upcast_dtype
 from . import native, reference, torch_backend

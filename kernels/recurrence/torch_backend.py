@@ -13,10 +13,10 @@ from .._custom_operator import register
 from .._mode import COMPILED, FORMULAS, TRANSFORMED, mode
 from ..sequences import ALL_TOKENS, Sequences
 from ..upcast import as_complex
-from . import formula, tables
+from . import formula, lag_tables
 from .coefficients import Coefficients, powers, powers_less_one, times
+from .lag_tables import CHUNK, toeplitz
 from .reference import hold
-from .tables import CHUNK, toeplitz
 
 # Shorter chunks, whose matrices take less time to compute, and the positions in a batch up to which they are faster.
 SHORT_CHUNKS = ((16, 1024), (32, 4096))
@@ -92,9 +92,9 @@ def _final_state(x: Tensor, mask: Tensor | None, of: Coefficients, last: Tensor,
         x = x.masked_fill(~mask[:, -rest:, None], 0.0)
     # Not a matrix product: `backward()` under autocast would compute its gradients in half precision.
     of_chunk = (input_map * x.to(input_map.dtype).mT[:, :, None]).sum(-1)
-    last, of_chunk = (states.unflatten(2, (-1, of.parts)) for states in (last, of_chunk))
+    last, of_chunk = (states.unflatten(2, (-1, of.components)) for states in (last, of_chunk))
     state = last + times(powers_less_one(of.log_decay, of.turn, rest), last) + of_chunk
-    return state if of.parts > 1 else state.squeeze(-1)
+    return state if of.components > 1 else state.squeeze(-1)
 
 
 @functools.lru_cache
@@ -262,9 +262,9 @@ def _maps(
     """
     maps: list[Any]
     if chunk:
-        taps, *maps, kept = tables.chunk_maps(of, channels, chunk, shift)
+        taps, *maps, kept = lag_tables.chunk_maps(of, channels, chunk, shift)
     else:
-        taps, kept = tables.lags(of, channels, length, shift)
+        taps, kept = lag_tables.lags(of, channels, length, shift)
         maps = [None, None, None]
     if of.turn is not None and skip is not None:
         taps = taps.clone()
@@ -287,7 +287,7 @@ def _average(
     """
     of, channels = Coefficients(log_decay, turn, weight_in, weight_out), x.shape[2]
     taps, maps, kept = _maps(of, skip, channels, chunk, length, shift)
-    center = tables.center(of, channels, chunk or length, shift)
+    center = lag_tables.center(of, channels, chunk or length, shift)
     average = torch.empty(x.shape, dtype=taps.dtype, device=x.device)
     last = taps.new_empty((x.shape[0], channels, maps[0].shape[1]) if chunk else 0)
     for block in _blocks(x):
@@ -332,7 +332,7 @@ def _average_backward(
         kept = kept[3:] if chunk else kept
     else:
         taps, maps, kept = _maps(of, skip, channels, chunk, length, shift)
-    center = tables.center(of, channels, chunk or length, shift)
+    center = lag_tables.center(of, channels, chunk or length, shift)
     gate = skip if turn is None else None
     like = (x, skip, initial, taps, *maps)
     empty: list[Any] = [None if tensor is None else tensor.new_empty(tensor.shape) for tensor in like]
@@ -364,9 +364,9 @@ def _average_backward(
             grad_block = grad_block.masked_fill(~mask[..., None], 0.0)
         grad_x[..., block] = grad_block if gate is None else torch.addcmul(grad_block, grad_average, gate[block])
     if chunk:
-        grads = tables.chunk_maps_backward(of, channels, chunk, shift, kept, grad_taps, *grad_maps)
+        grads = lag_tables.chunk_maps_backward(of, channels, chunk, shift, kept, grad_taps, *grad_maps)
     else:
-        grads = tables.lags_backward(of, channels, length, shift, kept, grad_taps)
+        grads = lag_tables.lags_backward(of, channels, length, shift, kept, grad_taps)
     if turn is not None and skip is not None:
         grad_skip = grad_taps[:, 0].clone()
     return [grad_x, grad_skip, *grads, grad_initial]
@@ -403,5 +403,5 @@ operator = register(
     gradients={0: (), 2: ("skip", "weight_out")},
     saved="Tensor average, Tensor[] kept",
     save=lambda inputs, outputs: (outputs[1], list(outputs[3])),
-    parts=formula.parts,
+    formula=formula.of_operator,
 )

@@ -50,7 +50,7 @@ def _fake(
     return x.new_empty(x.shape), last, x.new_empty((numbers, *first.shape[::-1]), dtype=torch.float32)
 
 
-def _parts(
+def _formula(
     x: Tensor, mask: Tensor | None, skip: Tensor | None, first: Tensor, second: Tensor | None, third: Tensor | None,
     weight_out: Tensor, initial: Tensor | None, return_state: bool, shift: bool, cu_seqlens: Tensor | None,
     max_seqlen: int, fused: bool,
@@ -81,7 +81,7 @@ _operator = register(
     gradients={0: (), 1: ("skip", "weight_out")},
     saved="Tensor coefficients",
     save=lambda inputs, outputs: outputs[2:],
-    parts=_parts,
+    formula=_formula,
 )
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch import without_autocast
-from ..columns import take_columns
+from ..alignment import take_columns
 from ..upcast import upcast_dtype
 from .coefficients import log_decay
 from .reference import finish

@@ -28,7 +28,7 @@ def timestep_norm(
     """Return `reference.timestep_norm`; `run` is the operator, None = this file's."""
     count, mean, variance = initial_state
     if run is None:
-        run = _in_parts if mode() in FORMULAS else operator
+        run = _in_formula if mode() in FORMULAS else operator
     y, _, _, _, mean, variance = run(x, weight, bias, mask, count, mean, variance, groups, eps)
     return y, TimestepNormState(count + (x.shape[1] if mask is None else mask.sum(1)), mean, variance)
 
@@ -54,7 +54,7 @@ def step(
     return y, TimestepNormState(count, mean, variance)
 
 
-def _in_parts(
+def _in_formula(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mask: Tensor | None, count: Tensor, mean: Tensor,
     variance: Tensor, groups: int, eps: float,
 ) -> tuple[Tensor, None, None, None, Tensor, Tensor]:  # fmt: skip
@@ -122,7 +122,7 @@ def register_norm(name: str, passes: ModuleType) -> Callable[..., Any]:
         gradients={0: (), 4: ("weight", "bias", "variance"), 5: ("weight", "bias")},
         saved="Tensor own, Tensor means, Tensor rstd",
         save=lambda inputs, outputs: outputs[1:4],
-        parts=_in_parts,
+        formula=_in_formula,
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from luna_mega import LunaModel, read_segments
-from luna_mega.modeling_common.layout import DENSE
+from luna_mega.modeling_common.layout import NO_PADDING
 from tests.modeling import decoders, luna
 from tests.modeling.contract import CLASSES, Division, check_division
 from tests.modeling.decoders import padded, source, target
@@ -108,7 +108,7 @@ def test_positions_of_the_target():
 def test_word_dropout_removes_complete_words():
     fields = {"word_dropout": 0.5, "dropout": 0.0, "embedding_norm": False, "position_embedding_type": "none"}
     embeddings = plain(**fields).train().get_encoder().embeddings
-    words, _ = embeddings(torch.ones(4, 50, 24).double(), DENSE, None, with_packed=False)
+    words, _ = embeddings(torch.ones(4, 50, 24).double(), NO_PADDING, None, with_packed=False)
     assert len(words.unique()) == 2
     assert (words == words[..., :1]).all() and 0.3 < (words[..., 0] == 0).double().mean() < 0.7
 

@@ -5,7 +5,7 @@ import pytest
 from luna_mega import LunaConfig
 from luna_mega.convert.formats._luna import ATTENTION
 from luna_mega.kernels.api import use_backend
-from luna_mega.modeling_common.layout import DenseLayout
+from luna_mega.modeling_common.layout import PaddedLayout
 from luna_mega.modeling_luna.modeling_luna import LunaAttention
 from tests.parity.original import originals
 
@@ -65,7 +65,7 @@ def _compare(parity, attention, io, batch, masking, output_weights):
     if masking == "masked":
         context_mask, packed_mask = (io[f"{batch}.{name}"] == 0 for name in ("context_mask", "pmask"))
     layout, options = (
-        DenseLayout(context_mask),
+        PaddedLayout(context_mask),
         {"output_weights": output_weights, "encoder_hidden_states": inputs.get("context")},
     )
     output, packed, weights, _ = attention(inputs["query"], inputs["pquery"], layout, packed_mask, **options)

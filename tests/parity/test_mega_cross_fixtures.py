@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from luna_mega import MegaConfig, MegaForCausalLM
-from luna_mega.modeling_common.layout import DENSE, DenseLayout
+from luna_mega.modeling_common.layout import NO_PADDING, PaddedLayout
 from luna_mega.modeling_mega.modeling_mega import MegaCacheLayer, MegaCrossCacheLayer, MegaGatedCrossAttention
 from tests.parity.original import Original
 
@@ -42,7 +42,7 @@ class Module(Original):
         self.layer = MegaGatedCrossAttention(config).eval()
         self.layer.load_state_dict({ours(key): value for key, value in self.weights().items()})
         self.query, self.key, self.cot = map(self.time_major, ("query", "key", "cot"))
-        self.layouts = {"": DENSE, "_padded": DenseLayout(self.io["key_padding_mask"] == 0)}
+        self.layouts = {"": NO_PADDING, "_padded": PaddedLayout(self.io["key_padding_mask"] == 0)}
 
 
 @pytest.fixture(params=MODULES)
@@ -55,7 +55,7 @@ def test_cross_attention(module, parity):
     for (padded, source), output_weights in ((pair, flag) for pair in module.layouts.items() for flag in (False, True)):
         module.layer.zero_grad()
         query, key = (x.clone().requires_grad_() for x in (module.query, module.key))
-        output, weights = module.layer(query, DENSE, key, source, output_weights)
+        output, weights = module.layer(query, NO_PADDING, key, source, output_weights)
         parity.check(f"out{padded}", output.transpose(0, 1), module.io[f"out{padded}"], **module.tight)
         if output_weights:
             parity.check(f"attn{padded}", weights[:, 0], module.io[f"attn{padded}"], **module.tight)
@@ -78,7 +78,7 @@ def test_steps(module, parity, length):
             past.seen += part.shape[1]
             past.store(position=torch.full((len(part),), past.seen))
             key = module.key if not source.is_initialized else None
-            outputs.append(module.layer(part, DENSE, key, layout, cache=past, cross_cache=source)[0])
+            outputs.append(module.layer(part, NO_PADDING, key, layout, cache=past, cross_cache=source)[0])
         expected = module.io[f"step_out{padded}"]
         parity.check(f"step_out{padded}", torch.cat(outputs, 1).transpose(0, 1), expected, **module.tight)
 

@@ -10,7 +10,7 @@ import torch
 from luna_mega.kernels.api import damped_ema, damped_ema_step
 from luna_mega.kernels.recurrence import torch_backend
 from luna_mega.kernels.recurrence.coefficients import damped_coefficients
-from luna_mega.kernels.recurrence.tables import lags
+from luna_mega.kernels.recurrence.lag_tables import lags
 from tests.parity.original import Original
 
 CASES = [

@@ -12,7 +12,7 @@ from luna_mega import MegaConfig
 from luna_mega.kernels.api import use_backend
 from luna_mega.kernels.gated_attention import window
 from luna_mega.kernels.gated_attention.reference import laplace, relu2
-from luna_mega.modeling_common.layout import DENSE, DenseLayout
+from luna_mega.modeling_common.layout import NO_PADDING, PaddedLayout
 from luna_mega.modeling_mega.modeling_mega import (
     MegaCacheLayer,
     MegaGatedAttention,
@@ -123,12 +123,12 @@ def test_gated_attention(fixture, parity, padding_attends):
         "rel_pos_bias", toeplitz(layer, fixture.io["rel_pos_bias"]), fixture.io["rel_pos_bias"], **fixture.tight
     )
     if "raises" in fixture.meta:  # cases in which the original raises an error must work here
-        assert torch.isfinite(layer(fixture.time_major("x"), DenseLayout(mask))[0]).all()
+        assert torch.isfinite(layer(fixture.time_major("x"), PaddedLayout(mask))[0]).all()
         return
     for padded, given in (("", None), ("_padded", mask)):
         x = fixture.time_major("x").requires_grad_()
-        output, _ = layer(x, DenseLayout(given))
-        _, weights = layer(x, DenseLayout(given), output_weights=True)
+        output, _ = layer(x, PaddedLayout(given))
+        _, weights = layer(x, PaddedLayout(given), output_weights=True)
         parity.check(f"out{padded}", output.transpose(0, 1), fixture.io[f"out{padded}"], **fixture.tight)
         # Rows of weights at padding are meaningless: the model never uses them.
         keep = None if given is None else given.view(weights.shape[:-1])
@@ -157,7 +157,7 @@ def test_steps_and_segments(fixture, parity):
     assert {name for name, _ in recorded} == fixture.io.keys() & {"step_out", "segment_out"}
     for name, length in [*recorded, ("out", 5)]:  # the original does not support segments that end within a chunk
         past = MegaCacheLayer()
-        parts = ((part, DenseLayout(torch.ones(part.shape[:2]).bool())) for part in x.split(length, dim=1))
+        parts = ((part, PaddedLayout(torch.ones(part.shape[:2]).bool())) for part in x.split(length, dim=1))
         outputs = [layer(part, layout, cache=past)[0] for part, layout in parts]
         # The original's steps never truncate the average; here, steps match the parallel form.
         expected = fixture.io[name if layer.ema_gate.truncation is None else "out"]
@@ -186,7 +186,7 @@ def check_gradients(fixture: Fixture, parity, module: nn.Module, prefix: str):
 def test_batch_norm_in_training(fixture, parity):
     """The statistics after a training step include padding, as configured by `padded_batch_statistics`."""
     layer = gated_attention(fixture).train()
-    output, _ = layer(fixture.time_major("x"), DenseLayout(fixture.io["padding_mask"] == 0))
+    output, _ = layer(fixture.time_major("x"), PaddedLayout(fixture.io["padding_mask"] == 0))
     parity.check("train_out_padded", output.transpose(0, 1), fixture.io["train_out_padded"], **fixture.tight)
     for name in ("running_mean", "running_var"):
         parity.check(name, getattr(layer.norm.norm, name), fixture.io[f"train_{name}"], **fixture.tight)
@@ -204,7 +204,7 @@ def test_feed_forward(fixture, parity):
     )
     layer = fixture.load(MegaNormalizedFeedForwardNetwork(config))
     x = fixture.time_major("x").requires_grad_()
-    output = layer(x, DENSE)
+    output = layer(x, NO_PADDING)
     parity.check("out", output.transpose(0, 1), fixture.io["out"], **fixture.tight)
     output.backward(fixture.time_major("cot"))
     parity.check("grad_x", x.grad.transpose(0, 1), fixture.io["grad_x"], **fixture.loose)

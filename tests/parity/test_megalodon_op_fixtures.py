@@ -7,7 +7,7 @@ from luna_mega import MegalodonConfig
 from luna_mega.kernels.api import TimestepNormState, complex_ema, complex_ema_step, timestep_norm, use_backend
 from luna_mega.kernels.recurrence import reference, torch_backend
 from luna_mega.kernels.recurrence.coefficients import Coefficients, complex_coefficients, powers
-from luna_mega.modeling_common.layout import DENSE
+from luna_mega.modeling_common.layout import NO_PADDING
 from luna_mega.modeling_megalodon.modeling_megalodon import (
     MegalodonCacheLayer,
     MegalodonChunkAttention,
@@ -134,10 +134,10 @@ def test_attention(fixture, parity, attention_backend):
     if held:
         cache = MegalodonCacheLayer()
         cache.extend(io["held_k"].flatten(2), io["held_v"].flatten(2), None, sizes["C"])
-    rotation = MegalodonRotary(config)(query, DENSE, cache)
+    rotation = MegalodonRotary(config)(query, NO_PADDING, cache)
     with use_backend(attention_backend):
         shared = torch.stack((query, key))
-        output, _ = MegalodonChunkAttention(config)(shared, value, DENSE, rotation, cache=cache)
+        output, _ = MegalodonChunkAttention(config)(shared, value, NO_PADDING, rotation, cache=cache)
     parity.check("y", output, io["y"], **fixture.tight)
     gradients = torch.autograd.grad(output, (query, key, value), io["cot"])
     for name, gradient in zip(("grad_q", "grad_k", "grad_v"), gradients, strict=True):

@@ -6,7 +6,7 @@ Code outside of `kernels` imports the operators from `api` and everything else f
 from ._custom_operator import is_plain
 from ._dispatch import without_autocast
 from ._mode import COMPILED, EXPORTED, TRANSFORMED, forbid_capture, is_capturing, mode, tracing_error
-from .columns import roll_columns, take_columns
+from .alignment import roll_columns, take_columns
 from .dropout import Dropout
 from .gated_attention.window import KeyWindow, attend
 from .sequences import check_cu_seqlens, checked_copy, locate

@@ -104,7 +104,7 @@ def pad_columns(x: Tensor, before: int, count: int) -> Tensor:
     return nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), before, after))
 
 
-def unless_zero(rows: Tensor | None) -> Tensor | None:
+def drop_zero_rows(rows: Tensor | None) -> Tensor | None:
     """Return None if all rows are zero and this can be checked without device synchronization, else the rows."""
     if type(rows) is not Tensor or rows.device.type != "cpu" or mode() >= TRANSFORMED:
         return rows
