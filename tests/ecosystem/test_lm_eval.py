@@ -3,7 +3,6 @@
 import functools
 import json
 import logging
-import sys
 
 import pytest
 import torch
@@ -133,48 +132,3 @@ def test_results_match_the_model(folder, tasks, tokenizer, batch_size):
             new = model.generate(prompt, max_new_tokens=7, do_sample=False, pad_token_id=1)[0, prompt.shape[1] :]
             text = tokenizer.decode(new, skip_special_tokens=True)
             assert found["writing"][row["text"]] == [[text.partition("\n")[0]]]
-
-
-@pytest.fixture
-def passkey(repo_root, monkeypatch):
-    monkeypatch.syspath_prepend(repo_root / "examples" / "passkey")
-    import passkey
-
-    yield passkey
-    del sys.modules["passkey"]
-
-
-def test_documents_of_the_passkey_task(folder, tokenizer, passkey):
-    lengths = [1024, 4096]
-    made = [passkey.documents(str(folder), max_length=4096, max_seq_lengths=lengths) for _ in range(2)]
-    rows = made[0]["test"].to_list()
-    assert rows == made[1]["test"].to_list() and len({row["key"] for row in rows}) == len(rows) == 2 * 5 * 4
-    for row in rows:
-        room = row["length"] - passkey.ANSWER
-        assert room - len(passkey.FILL) < len(tokenizer(row["text"]).input_ids) <= room
-        place = row["text"].index(row["key"]) / len(row["text"])
-        assert abs(place - row["depth"]) < 0.2 and row["text"].count(row["key"]) == 2
-        results = passkey.score(row, [f" {row['key']}."])
-        assert results[str(row["length"])] == 1 and sum(results.values()) == 1 - 3
-        assert passkey.score(row, ["nothing"])[str(row["length"])] == 0
-    assert passkey.mean([-1, 1, 0, -1]) == 0.5 and passkey.mean([-1]) == -1
-    with pytest.raises(ValueError, match="passkey of 4096 tokens exceeds the maximum length .*max_length=4096"):
-        passkey.documents(str(folder), max_length=512, max_seq_lengths=lengths)
-    with pytest.raises(ValueError, match="passkey of 100 tokens: its sentences without filler have"):
-        passkey.documents(str(folder), max_seq_lengths=[100])
-
-
-@torch.no_grad()
-def test_state_size_does_not_depend_on_the_length(folder, tokenizer, passkey):
-    model, found = load(folder), {}
-    for row in passkey.documents(str(folder), max_length=4096, max_seq_lengths=[1024, 4096], num_samples=1)["test"]:
-        ids = tokenizer(row["text"], return_tensors="pt").input_ids
-        found.setdefault(row["length"], []).append(model(ids, logits_to_keep=1, use_cache=True).cache.nbytes)
-    assert max(found[4096]) <= max(found[1024])
-
-
-def test_passkey_task(folder, repo_root):
-    metadata = {"pretrained": str(folder), "max_length": 1024, "max_seq_lengths": [1024], "num_samples": 1}
-    manager = TaskManager(include_path=str(repo_root / "examples" / "passkey"), metadata=metadata)
-    results = evaluate(folder, manager, ["passkey"])["results"]["passkey"]
-    assert results["1024,none"] == 0 and results["4096,none"] == -1
