@@ -24,7 +24,7 @@ FORMULAS = (TRANSFORMED, EXPORTED)
 def mode() -> int:
     """Return the mode of the current call, one of the constants above; values can be read below `TRANSFORMED`."""
     if torch.compiler.is_compiling():
-        # Before torch 2.13, `torch.compiler.mode() == EXPORTED` is always True under Dynamo, also in `torch.compile`.
+        # Before torch 2.13, `torch.compiler.is_exporting()` is always True under Dynamo, also in `torch.compile`.
         return EXPORTED if torch.compiler._is_exporting_flag else COMPILED
     if not HAS_NAMES:
         return DISPATCHED

@@ -57,7 +57,7 @@ def in_last_column(run: Callable[..., Any]) -> Callable[..., Any]:
 def with_chunks_in_columns(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, chunk_size: int, offset: int, start: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Move every row so that its chunks start at multiples of `chunk_size`; return also the columns of the queries.
+    """Rotate every row so that a chunk starts at column 0; return also the columns of the queries.
 
     With offset 0 the first token moves to column 0, and the padding before it to the end. Otherwise the first chunk may
     start before the first key; the columns in between move to the end. Returns query, key, value, mask and the new

@@ -59,7 +59,7 @@ def derive(owner: Hashable, name: str, x: torch.Tensor, compute: Callable[[], An
 class StateLayer(CacheLayerMixin):
     """State of one layer for B sequences: the attributes in `fields`, tensors `[B, ...]` or None."""
 
-    # `torch.export` would specialize on a number in `__dict__` and fix the cache length.
+    # `torch.export` treats numbers in `__dict__` as constants, so a counter there would fix the length of a cache.
     # `_static`: the tensors are written in place.
     __slots__ = ("_seen", "_static")
     is_sliding = False
@@ -354,7 +354,7 @@ def fill_cache(model: CommonPreTrainedModel, cache: Cache) -> None:
 def keeps_cache(model: CommonPreTrainedModel) -> bool:
     """Return whether a decoder creates a cache by default: `config.use_cache`, except in training and export.
 
-    In export, the lengths of a cache that is no input would be constants of the example inputs.
+    An export with a new cache would fix the length to that of the example.
     """
     return model.config.use_cache and not model.training and mode() != EXPORTED
 

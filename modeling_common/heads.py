@@ -197,8 +197,8 @@ class GenericForCausalLM(LMHead):
         if counted or hidden_states.requires_grad:
             mask = find_kept(self.config, inputs, hidden_states.shape[1])
         if mask is not None and hidden_states.requires_grad:
-            # Losses outside of the model, such as label smoothing of Trainer, count the token that padding predicts.
-            # States of padding have no variance, so that norms could multiply their gradients by 1 / sqrt(eps) each.
+            # Label smoothing of Trainer adds loss at padding. Its states have no variance, so that each norm would
+            # multiply their gradient by 1 / sqrt(eps).
             hidden_states = torch.where(mask[..., None], hidden_states, hidden_states.detach())
         hidden_states = keep_positions(hidden_states, logits_to_keep)
         if counted:

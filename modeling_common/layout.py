@@ -23,7 +23,7 @@ class PaddedLayout(NamedTuple):
         mask: `[B, T]` bool, True = keep; None = all.
         columns: `[B, T]`, the column of the batch in each column of the layout; None = the same.
         back: `[B, T]`, the column of the layout for each column of the batch.
-        lengths: `[B]`, the number of positions that continue each sequence of a filled cache; None = all.
+        lengths: `[B]`, how many of the T columns of each row are new tokens, with a filled cache; None = all.
     """
 
     mask: torch.Tensor | None = None

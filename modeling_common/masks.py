@@ -19,7 +19,7 @@ def can_read(x: torch.Tensor) -> bool:
 
 
 def can_look(x: torch.Tensor) -> bool:
-    """Return whether reading the values is free: on a CPU, if they can be read."""
+    """Return whether reading the values does not wait for a device: on a CPU, outside of programs and transforms."""
     return type(x) is torch.Tensor and x.device.type == "cpu" and mode() < TRANSFORMED
 
 

@@ -133,7 +133,7 @@ class LunaCacheLayer(StateLayer):
         self._owned = not torch.is_grad_enabled()
 
     def writes_over(self) -> bool:
-        """Return whether a step may update this state in place: no gradient, program or other object requires it."""
+        """Return whether a step may overwrite this state: autograd, a program and other objects hold no reference."""
         if self.is_static:
             return True
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not getattr(self, "_owned", False):
@@ -651,7 +651,8 @@ class LunaStack(nn.Module):
             unread = [] if tokens else [self.layer_norm]
             unread += [] if packed else [getattr(self, "packed_layer_norm", None)]
         else:
-            # The norm of P is used by the next layer, or after the last one. With layerdrop any layer can be the last.
+            # The norm of P in layer i is read by layer i + 1, in the last one only if P is an output. With layerdrop, any
+            # layer can be the last.
             reads_earlier = config.contextual_projection or (packed and config.layerdrop > 0.0)
             read = [*(earlier if reads_earlier else []), *([last] if packed else [])]
             unread = [layer.packed_layer_norm for layer in self.layers if layer not in read]

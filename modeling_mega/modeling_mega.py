@@ -520,7 +520,7 @@ class MegaGatedAttention(nn.Module):
             smoothed = self.dropout(self.ema_gate(hidden_states, layout, cache), layout)
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), nn.functional.silu(reset)
-        # Not one product for both: a cache keeps the memory of the keys.
+        # Two products: the keys in a cache would be a view of a joint product, which would keep the queries alive.
         rows = zip(self.qk_bias.unbind(), self.qk_weight.unbind(), strict=True)
         query, key = (torch.addcmul(bias, shared, weight) for bias, weight in rows)
         if cache is None:

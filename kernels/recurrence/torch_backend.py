@@ -22,8 +22,8 @@ from .reference import hold
 SHORT_CHUNKS = ((16, 1024), (32, 4096))
 # From this number of positions in the batch on, chunks are faster than the FFT (README).
 MANY_POSITIONS = 512
-# Elements of x in one block for each thread, which several tensors of this size share the processor's cache with, and
-# the least number of channels: more of them would only take memory.
+# Elements of x in one block for each thread, so that about five tensors of this size fit the cache of a core, and the
+# least number of channels of a block.
 BLOCK, LEAST_CHANNELS = 1 << 18, 32
 INPUTS = (
     "Tensor x, Tensor? mask, Tensor? skip, Tensor log_decay, Tensor? turn, Tensor weight_in, Tensor weight_out, "

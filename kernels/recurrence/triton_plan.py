@@ -77,8 +77,7 @@ def make_plan(
     # The total number of tokens depends on the batch, also per sequence.
     tokens = sequences * longest if torch.are_deterministic_algorithms_enabled() else batch * length
     if 8 * sequences * blocks >= 7 * programs and sequences * longest <= 2 * tokens:
-        # Many sequences of similar lengths are not divided: the states before chunks cost one more pass over x. A call
-        # with fewer programs is faster if it is divided.
+        # Enough sequences of similar lengths to fill the GPU: one chunk per sequence, which saves a pass over x.
         chunk = max(SHORTEST_CHUNK, next_power_of_2(max(longest, 1)))
     else:
         # More programs of complex states fit the registers.
