@@ -19,8 +19,8 @@ def shift_right(labels: torch.Tensor, start: int, pad: int) -> tuple[torch.Tenso
     """Return decoder inputs for labels, and the bool mask of those that are no padding, `[B, T]` each.
 
     The input is the previous label, or `start` before the first one, which is no padding even if it equals `pad`.
-    Labels of -100 are padding on either side or between the others; their inputs are `pad`, except that the last label
-    is also the input of the position after it.
+    Labels of -100 are padding on either side or between the others, and their inputs are `pad`. Only the position after
+    the last label has that label as its input, so that an end token can be predicted there.
     """
     counted = labels != IGNORED
     columns = torch.arange(labels.shape[1], device=labels.device)
@@ -162,7 +162,7 @@ def check_span(
         check_labels(name, value[:, 0] if value.shape[1:] == (1,) else value, given.shape[:1])
 
 
-def validate_pooled(config: PreTrainedConfig | None, labels: torch.Tensor, inputs: Mapping[str, Any]) -> None:
+def check_labels_of(config: PreTrainedConfig | None, labels: torch.Tensor, inputs: Mapping[str, Any]) -> None:
     """Raise `ValueError` unless labels and `inputs` have equal numbers of sequences (`config` None: of options)."""
     given = given_input(inputs)
     if given is None:

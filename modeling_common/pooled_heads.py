@@ -18,7 +18,7 @@ from luna_mega.kernels.for_models import take_columns, upcast, upcast_dtype
 from luna_mega.modeling_common.arguments import HeadKwargs, check_input
 from luna_mega.modeling_common.heads import Head, checked_loss
 from luna_mega.modeling_common.inputs import read_token_types
-from luna_mega.modeling_common.labels import check_pairs, given_input, validate_pooled
+from luna_mega.modeling_common.labels import check_labels_of, check_pairs, given_input
 from luna_mega.modeling_common.masks import find_mask, to_bool_mask
 from luna_mega.modeling_common.outputs import BodyOutput
 from luna_mega.modeling_common.padding_free import find_padding_free
@@ -193,7 +193,7 @@ class GenericForSequenceClassification(PooledHead):
             "input_values": input_values,
         }
         if labels is not None:
-            validate_pooled(self.config, labels, inputs)
+            check_labels_of(self.config, labels, inputs)
         drops = getattr(self.config, "drop_first_token", False)
         features, outputs = self.pool(**inputs, drop_first_token=drops, **kwargs)
         return self.make_output(self.classifier(features), outputs, labels)
@@ -228,7 +228,7 @@ class GenericForMultipleChoice(PooledHead):
             "inputs_embeds": inputs_embeds,
         }
         if labels is not None:
-            validate_pooled(None, labels, inputs)
+            check_labels_of(None, labels, inputs)
         shape, flat = flatten_options(**inputs)
         features, outputs = self.pool(**flat, **kwargs)
         # -1 would exclude a batch of 1 from an exported program.
@@ -299,7 +299,7 @@ class GenericForSequencePairClassification(PooledHead):
         }
         check_pairs(first, second)
         if labels is not None:
-            validate_pooled(self.config, labels, first)
+            check_labels_of(self.config, labels, first)
         drop_first_token = getattr(self.config, "drop_first_token", False)
         one, outputs = self.pool(**first, attention_mask=attention_mask, drop_first_token=drop_first_token, **kwargs)
         other, _ = self.pool(**second)

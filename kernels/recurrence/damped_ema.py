@@ -10,7 +10,7 @@ from ..checks import check_average, check_mask, check_sequences
 from ..sequences import ALL_TOKENS, Sequences
 from .coefficients import damped_coefficients
 from .op import Recurrence
-from .reference import hold
+from .reference import keep_states
 from .truncated import TruncatedEmaState, truncated
 
 DAMPED = Recurrence("damped_ema", damped_coefficients, silu=True, fused=("native", "triton", "triton_step"))
@@ -153,7 +153,7 @@ def damped_ema_step(
         kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
         output, after = truncated(run_again, kept[:, None], parameters, skip, column, state.inputs.shape[1], state)
         pairs = zip(after, state, strict=True)
-        return output[:, 0], TruncatedEmaState(*(hold(*pair, mask) for pair in pairs))
+        return output[:, 0], TruncatedEmaState(*(keep_states(*pair, mask) for pair in pairs))
     _check("damped_ema_step", x, parameters, skip, state, ALL_TOKENS, coefficients)
     call = {"x": x, "state": state, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}
     return STEP(backend, call)

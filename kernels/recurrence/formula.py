@@ -13,7 +13,7 @@ from ..sequences import ALL_TOKENS, Sequences
 from . import lag_tables
 from .coefficients import Coefficients, powers, times
 from .lag_tables import CHUNK, toeplitz
-from .reference import finish
+from .reference import add_skip
 
 # Chunks in a group.
 GROUP = 32
@@ -29,7 +29,7 @@ def average(
     if truncation is not None:
         taps, _ = lag_tables.lags(of, channels, truncation, shift)
         center = lag_tables.center(of, channels, truncation, shift)
-        return finish(_truncated(signal, taps, center), x, skip).to(x.dtype), None
+        return add_skip(_truncated(signal, taps, center), x, skip).to(x.dtype), None
     taps, input_map, output_map = _chunk_maps(of, channels, shift)
     center = lag_tables.center(of, channels, CHUNK, shift)
     if of.turn is not None and skip is not None:
@@ -42,7 +42,7 @@ def average(
         decay = powers(of.log_decay, of.turn, rest[None]).squeeze(-1)
         state = times(decay, before.permute(3, 0, 1, 2)) + last_chunk
         state = state if of.components > 1 else state.squeeze(-1)
-    return finish(result, x, skip).to(x.dtype), state
+    return add_skip(result, x, skip).to(x.dtype), state
 
 
 def of_operator(

@@ -33,7 +33,7 @@ def average(
         from_end = from_end.flip(1)
         # The shifted average starts at the next position.
         y = y + (nn.functional.pad(from_end[:, 1:], (0, 0, 0, 1)) if shift else from_end)
-    return finish(y, x if silu else kept, skip, silu).to(x.dtype), state if return_state else None
+    return add_skip(y, x if silu else kept, skip, silu).to(x.dtype), state if return_state else None
 
 
 def _direction(x: Tensor, of: Coefficients, truncation: int | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -66,8 +66,8 @@ def step(
         change, weight_in, weight_out = as_complex(change), weight_in[..., 0], as_complex(conjugate(weight_out))
     kept = (x if mask is None else x.masked_fill(~mask[:, None], 0.0)).to(state.dtype)
     before = _number(state, change)
-    hidden = hold(before + change * before + weight_in * kept[..., None], before, mask)
-    return finish((weight_out * hidden).real.sum(-1), kept, skip, silu).to(x.dtype), _real(hidden)
+    hidden = keep_states(before + change * before + weight_in * kept[..., None], before, mask)
+    return add_skip((weight_out * hidden).real.sum(-1), kept, skip, silu).to(x.dtype), _real(hidden)
 
 
 def _number(state: Tensor, decay: Tensor) -> Tensor:
@@ -78,13 +78,13 @@ def _real(hidden: Tensor) -> Tensor:
     return torch.view_as_real(hidden) if hidden.is_complex() else hidden
 
 
-def finish(y: Tensor, x: Tensor, skip: Tensor | None, silu: bool = True) -> Tensor:
+def add_skip(y: Tensor, x: Tensor, skip: Tensor | None, silu: bool = True) -> Tensor:
     """Return y + skip x, with `silu` silu(y + skip x), or y without a skip."""
     if skip is None:
         return y
     return nn.functional.silu(y + skip * x) if silu else y + skip * x
 
 
-def hold(after: Tensor, before: Tensor, mask: Tensor | None) -> Tensor:
+def keep_states(after: Tensor, before: Tensor, mask: Tensor | None) -> Tensor:
     """Return the states `[B, ...]` after a position that `mask` `[B]` keeps, else those before it; None = all kept."""
     return after if mask is None else torch.where(mask.view(-1, *(1,) * (after.dim() - 1)), after, before)

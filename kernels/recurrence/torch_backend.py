@@ -16,7 +16,7 @@ from ..upcast import as_complex
 from . import formula, lag_tables
 from .coefficients import Coefficients, powers, powers_less_one, times
 from .lag_tables import CHUNK, toeplitz
-from .reference import hold
+from .reference import keep_states
 
 # Shorter chunks, whose matrices take less time to compute, and the positions in a batch up to which they are faster.
 SHORT_CHUNKS = ((16, 1024), (32, 4096))
@@ -75,7 +75,7 @@ def step(
         number = as_complex(state)
         after = torch.view_as_real(torch.addcmul(number, number, as_complex(change)))
         entering, dims = kept[..., None, None], [2, 3]
-    state = hold(torch.addcmul(after, weight_in, entering), state, mask)
+    state = keep_states(torch.addcmul(after, weight_in, entering), state, mask)
     y = (weight_out * state).sum(dims)
     if skip is not None:
         y = nn.functional.silu(y + skip * kept) if silu else torch.addcmul(y, skip, kept)

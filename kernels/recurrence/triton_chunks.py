@@ -3,8 +3,8 @@
 Two small kernels compute them: one the states at the end of each chunk with zero initial states, the other carries them
 from chunk to chunk. The layout of states is `[..., P, N, D]` with P = PARTS real numbers in a state.
 
-`tl.multiple_of(d, 1)` hides from the compiler that blocks start at larger multiples. Without it, the layout would spread
-the states of a channel over several threads, and every sum over states would need a shuffle.
+`tl.multiple_of(d, 1)` hides from the compiler that blocks start at larger multiples. Without it, the layout would
+spread the states of a channel over several threads, and every sum over states would need a shuffle.
 """
 
 import triton

@@ -10,7 +10,7 @@ from .._dispatch import without_autocast
 from ..alignment import take_columns
 from ..upcast import upcast_dtype
 from .coefficients import log_decay
-from .reference import finish
+from .reference import add_skip
 
 
 class TruncatedEmaState(NamedTuple):
@@ -60,4 +60,4 @@ def truncated(
         else:
             recent = take_columns(recent, lengths[:, None] + torch.arange(truncation, device=x.device))
         state = TruncatedEmaState(now, forgotten, recent)
-        return finish(average - late, x, skip).to(x.dtype), state
+        return add_skip(average - late, x, skip).to(x.dtype), state
