@@ -134,7 +134,7 @@ def check_position_ids(
         raise ValueError(f"position_ids must be a tensor of integers, got {type(position_ids).__name__} of {dtype}")
     if position_ids.shape not in (shape, (1, shape[1]), (shape[1],)):
         raise ValueError(f"position_ids must have the shape {list(shape)} of the input, got {list(position_ids.shape)}")
-    if attention_mask is None or model.uses_positions:
+    if attention_mask is None or model.packs:
         return
     if not _follow_mask(position_ids, attention_mask, cache):
         raise ValueError(

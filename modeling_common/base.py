@@ -222,10 +222,9 @@ class BodyMixin(ModelMixin):
 
     * `own_options`: keyword arguments of this model in addition to the common ones.
     * `weight_options`: keyword arguments that request attention weights.
-    * `uses_positions`: whether the model uses `position_ids`; else they only mark boundaries of sequences.
-    * `returns_cached_weights`: whether attention to a filled cache returns its weights.
     * `reads_target`: whether tokens without a mask are the target of an encoder-decoder, see `find_target_mask`.
-    * `packs`: whether the model has a packed sequence P.
+    * `packs`: whether the model is a Luna, with a packed sequence P. It uses `position_ids`, which otherwise only mark
+      boundaries of sequences, and attention to a filled cache returns its weights.
     * `has_read_types`: whether the values of a batch of token types have been checked.
     * `closes_gaps`: whether layers require the kept positions of a row to follow each other, as moving averages do.
     * `token_types`: the number of token types; 0 = the model has no type embeddings.
@@ -235,8 +234,6 @@ class BodyMixin(ModelMixin):
 
     own_options: frozenset[str] = frozenset({"position_ids", "token_type_ids"})
     weight_options: tuple[str, ...] = ("output_attentions",)
-    uses_positions = False
-    returns_cached_weights = False
     reads_target = False
     packs = False
     has_read_types = False

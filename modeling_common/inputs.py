@@ -137,7 +137,7 @@ def prepare(
     padding_free = None
     if position_ids is not None or not VARLEN_OPTIONS.isdisjoint(options):
         boundaries = position_ids if attention_mask is None else None
-        if model.uses_positions and options.get("cu_seq_lens_q") is not None:
+        if model.packs and options.get("cu_seq_lens_q") is not None:
             boundaries = None  # the positions may restart elsewhere
         padding_free = find_padding_free(shape, mask, boundaries, options)
     if padding_free is not None:
@@ -161,7 +161,7 @@ def prepare(
 def returns_weights(model: BodyMixin, options: Mapping[str, Any], seen: int) -> bool:
     """Return whether attention is computed in steps that return its weights, after `seen` positions in the cache."""
     requested = any(options.get(name, getattr(model.config, name, False)) for name in model.weight_options)
-    if seen and not model.returns_cached_weights:
+    if seen and not model.packs:
         check_cached_weights(requested)
         return False
     return requested or model.config._attn_implementation == "eager"

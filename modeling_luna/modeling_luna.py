@@ -827,7 +827,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
     embeddings_name = "embeddings"
     own_options = frozenset({"output_packed_attentions"})
     weight_options: tuple[str, ...] = ("output_attentions", "output_packed_attentions")
-    uses_positions = returns_cached_weights = packs = True
+    packs = True
     closes_gaps = False
 
     def __init__(self, config: LunaConfig):
