@@ -40,7 +40,7 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def check_options(model: BodyMixin, options: Mapping[str, Any], attention_mask: torch.Tensor | None) -> None:
-    """Raise `ValueError` for unknown keyword arguments, and for those that other arguments exclude."""
+    """Raise `ValueError` for unknown keyword arguments, and for `attention_mask` with `cu_seq_lens_q`."""
     if unknown := {*options} - COMMON_OPTIONS - model.own_options:
         family = model.config.model_type.capitalize()
         raise ValueError(f"{family} models do not support {', '.join(sorted(unknown))}; omit the argument")
@@ -49,7 +49,7 @@ def check_options(model: BodyMixin, options: Mapping[str, Any], attention_mask: 
 
 
 def check_cached_weights(requested: bool) -> None:
-    """Raise `ValueError` for attention weights of a step, which do not exist for the positions in the cache."""
+    """Raise `ValueError` if attention weights are requested with a filled cache, which has no earlier weights."""
     if requested and mode() != EXPORTED:
         raise ValueError("`output_attentions=True` requires a new cache; pass `use_cache=False` for the weights")
 
@@ -62,14 +62,14 @@ def check_input(
 ) -> None:
     """Raise `ValueError` unless exactly one of the inputs is given, not empty, and has the shape of the mask.
 
-    Images have been checked by `PatchEmbeddings.find_grid`, which returns `grid`.
+    `grid` is the result of `PatchEmbeddings.find_grid`, which checks the shape of images; None for other inputs.
     """
     kind = model.config.input_type
-    name, found = INPUT_NAMES[kind], [x for x in inputs.values() if x is not None]
-    given, embeds = inputs.get(name), inputs.get("inputs_embeds")
-    if len(found) != 1 or (given is None and embeds is None):
+    name, tensors = INPUT_NAMES[kind], [x for x in inputs.values() if x is not None]
+    main_input, embeds = inputs.get(name), inputs.get("inputs_embeds")
+    if len(tensors) != 1 or (main_input is None and embeds is None):
         raise ValueError(f"this model has input_type={kind!r}; pass exactly one of {name} and inputs_embeds")
-    shape = list(found[0].shape)
+    shape = list(tensors[0].shape)
     channels = model.config.num_channels if kind == "values" else 1
     widths: list[list[int]] = [[channels]] if channels > 1 else [[], [1]] if kind == "values" else [[]]
     if grid is None and (len(shape) < 2 or shape[2:] not in (widths if embeds is None else [[model.input_width]])):
@@ -84,10 +84,10 @@ def check_input(
         raise ValueError(f"attention_mask must have the shape {[rows, length]} of the input, got {list(mask.shape)}")
 
 
-def check_tokens(given: torch.Tensor, vocab_size: int) -> None:
+def check_tokens(input_ids: torch.Tensor, vocab_size: int) -> None:
     """Raise `ValueError` for token ids `[B, T]` outside the vocabulary."""
-    if given.dim() == 2 and not given.is_floating_point():
-        first, last = (x.item() for x in given.aminmax())
+    if input_ids.dim() == 2 and not input_ids.is_floating_point():
+        first, last = (x.item() for x in input_ids.aminmax())
         if first < 0 or last >= vocab_size:
             raise ValueError(
                 f"`input_ids` are from {first} to {last}, but the vocabulary of this model has {vocab_size} tokens; "
@@ -98,10 +98,10 @@ def check_tokens(given: torch.Tensor, vocab_size: int) -> None:
 def check_token_types(
     model: BodyMixin, token_type_ids: torch.Tensor, shape: tuple[int, int], mask: torch.Tensor | None
 ) -> None:
-    """Raise `ValueError` for another shape, or a value that is not a type of the model at a position of the bool mask.
+    """Raise `ValueError` unless `token_type_ids` have this shape, and at positions of the bool mask a valid type.
 
-    A model without type embeddings only supports 0, which tokenizers of BERT return for single texts. The values are
-    read if that is free, on other devices only for the first batch of a model.
+    A model without type embeddings only supports 0, which tokenizers of BERT return for single texts. Values on a CPU
+    are always read. On other devices reading synchronizes, so only those of the first batch are read.
     """
     if token_type_ids.shape != shape:
         raise ValueError(
@@ -128,14 +128,14 @@ def check_position_ids(
     attention_mask: torch.Tensor | None,
     cache: StateCache | None,
 ) -> None:
-    """Raise `ValueError` unless `position_ids` are integers `[B or 1, T]` or `[T]`, and positions of the model."""
+    """Raise `ValueError` unless `position_ids` are integers `[B or 1, T]` or `[T]` that match `attention_mask`."""
     dtype = getattr(position_ids, "dtype", None)
     if dtype not in _INTEGERS:
         raise ValueError(f"position_ids must be a tensor of integers, got {type(position_ids).__name__} of {dtype}")
     if position_ids.shape not in (shape, (1, shape[1]), (shape[1],)):
         raise ValueError(f"position_ids must have the shape {list(shape)} of the input, got {list(position_ids.shape)}")
     if attention_mask is None or model.packs:
-        return
+        return  # Luna embeds any positions
     if not _follow_mask(position_ids, attention_mask, cache):
         raise ValueError(
             f"`position_ids` differ from the positions of `attention_mask`, and {model.config.model_type.capitalize()} "
@@ -151,10 +151,10 @@ def _follow_mask(position_ids: torch.Tensor, mask: torch.Tensor, cache: StateCac
     if not (can_look(position_ids) and can_look(mask)):
         return True
     length, kept = position_ids.shape[-1], mask.bool()
-    counted = kept.cumsum(dim=1) - 1
+    positions = kept.cumsum(dim=1) - 1
     if cache is not None and cache.get_seq_length() and mask.shape[1] == length:
-        counted = counted + cache.layers[0].position[:, None]
-    return not bool(((counted[:, -length:] != position_ids) & kept[:, -length:]).any())
+        positions = positions + cache.layers[0].position[:, None]
+    return not bool(((positions[:, -length:] != position_ids) & kept[:, -length:]).any())
 
 
 def check_padding_free(
@@ -171,11 +171,11 @@ def check_padding_free(
             "model with `attn_implementation='sdpa'`"
         )
     rows, length = layout.shape
-    dropped = 0 if layout.places is None else rows * length - len(layout.places)
-    if output_states and (rows > 1 or dropped):
+    padding = 0 if layout.places is None else rows * length - len(layout.places)
+    if output_states and (rows > 1 or padding):
         raise ValueError(
             "`output_hidden_states` requires a padding-free batch of one row without padding, got "
-            + (f"{rows} rows" if rows > 1 else f"{dropped} positions of padding")
+            + (f"{rows} rows" if rows > 1 else f"{padding} positions of padding")
             + "; remove the padding, or pad the sequences as separate rows"
         )
     if model.config.input_type == "patches":
@@ -185,7 +185,7 @@ def check_padding_free(
 def check_source(
     model: BodyMixin, states: torch.Tensor | None, mask: torch.Tensor | None, rows: int, cross_cache: StateCache | None
 ) -> None:
-    """Raise `ValueError` for an encoder's output and mask that do not fit; a filled cache contains it already."""
+    """Raise `ValueError` for an encoder's output or mask that does not fit; a filled cache replaces the output."""
     config = model.config
     if not config.add_cross_attention:
         raise ValueError("encoder_hidden_states require a decoder with add_cross_attention=True; omit them")
@@ -199,9 +199,9 @@ def check_source(
         )
     if cached is not None:
         cached.check_sizes(config, rows)
-        seen = cached.get_seq_length()
-        if length not in (None, seen) and not model.packs and mode() != EXPORTED:
-            raise ValueError(f"`cache` has another source, of length {seen}, not {length}; pass a new cache")
-        length = seen if length is None else length
+        source_length = cached.get_seq_length()
+        if length not in (None, source_length) and not model.packs and mode() != EXPORTED:
+            raise ValueError(f"`cache` has another source, of length {source_length}, not {length}; pass a new cache")
+        length = source_length if length is None else length
     if mask is not None and (states is not None or not model.packs) and mask.shape != (rows, length):
         raise ValueError(f"encoder_attention_mask must have the shape {[rows, length]}, got {list(mask.shape)}")

@@ -12,9 +12,9 @@ from luna_mega.modeling_common.masks import can_look
 
 
 def cached_backend(config: PreTrainedConfig, cache: StateLayer | None, output_weights: bool) -> str | None:
-    """Return the backend of attention to a cache: with "eager" the reference; None = the default.
+    """Return the backend of attention: "reference" with a cache and "eager" attention; None = the default.
 
-    Without a cache, "eager" computes the weights (`returns_weights`), which is the reference.
+    Without a cache, "eager" computes the attention weights (see `returns_weights`), which always uses the reference.
     """
     return None if cache is None or output_weights or config._attn_implementation != "eager" else "reference"
 
@@ -22,13 +22,13 @@ def cached_backend(config: PreTrainedConfig, cache: StateLayer | None, output_we
 class KeyValueCacheLayer(StateLayer):
     """The keys and values of B sequences that remain visible to the attention of one block.
 
-    `keys` `[B, S, Z]`, `values` `[B, S, V]`, `mask` `[B, S]`: position p of a sequence is in column p, or with chunks,
-    whose size is S, in column p modulo S. Dropped tokens have no position. Columns after the last position have no
-    meaning. `position` `[B]`: the number of positions so far.
+    `keys` `[B, S, Z]`, `values` `[B, S, V]`, `mask` `[B, S]`: position p of a sequence is in column p; with attention
+    chunks of size S, in column p modulo S. Dropped tokens have no position. Columns after the last position are
+    undefined. `position` `[B]`: the number of positions so far.
     """
 
-    # `_aligned`: no sequence has had padding so far, so all are at one position. `_owned`: no other object uses the
-    # tensors, so they may be written in place. `_used`: the number of columns in use. `_chunk`: S with chunks.
+    # `_aligned`: no sequence has had padding, so all have the same length. `_owned`: no other object uses the tensors,
+    # so they may be written in place. `_used`: the number of columns in use. `_chunk`: the chunk size or None.
     __slots__ = ("_aligned", "_chunk", "_owned", "_used")
     # Tensors, or None before the first position.
     keys: Any
@@ -45,17 +45,17 @@ class KeyValueCacheLayer(StateLayer):
     def extend(
         self, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, chunk_size: int | None
     ) -> KeyWindow:
-        """Add keys, values and mask (None = all) of T positions, and return those visible to these positions."""
+        """Add keys, values and mask (None = all) of T positions, and return the window visible to their queries."""
         exporting, self._chunk = mode() == EXPORTED, chunk_size
         self._aligned = aligned = mask is None and not exporting and getattr(self, "_aligned", False)
         if not aligned and mask is None:
             mask = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
         # Inputs of exported programs and tensors that autograd has saved must not be changed in place.
         tensors = (keys, values) if self.keys is None else (keys, values, self.keys)
-        records = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        if keys.shape[1] == 1 and not records and not exporting:
+        needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if keys.shape[1] == 1 and not needs_grad and not exporting:
             return self._write(keys, values, mask)
-        self._owned = not records
+        self._owned = not needs_grad
         if aligned:
             return self._append_aligned(keys, values)
         return self._append((keys, values, mask))
@@ -76,9 +76,9 @@ class KeyValueCacheLayer(StateLayer):
             raise ValueError(f"the static cache has max_length={self.keys.shape[1]}, and is full; make a longer one")
 
     def start(self, mask: torch.Tensor | None) -> Any:
-        """Return the position of the next column in each sequence, `[B]`: below 0 with padding before it; None = 0.
+        """Return the position of the first new column, `[B]`: negative if padding precedes the first token; None = 0.
 
-        `mask` `[B, T]` applies to the next columns; None = all are kept.
+        `mask` `[B, T]` applies to the new columns; None = all are kept.
         """
         if mask is None:
             return self.position
@@ -90,10 +90,10 @@ class KeyValueCacheLayer(StateLayer):
 
         If `mask` is None, all sequences are at the same position.
         """
-        chunk_size, seen = self._chunk, self.seen
+        chunk_size, past_length = self._chunk, self.seen
         if not self.is_static:
-            self._make_room(keys, values, seen + 1)
-        column: Any = seen if mask is None else self.position
+            self._make_room(keys, values, past_length + 1)
+        column: Any = past_length if mask is None else self.position
         if chunk_size is not None:
             column = column % chunk_size
         elif self.is_static:
@@ -109,8 +109,8 @@ class KeyValueCacheLayer(StateLayer):
         if self.is_static:
             self._used = self.keys.shape[1]
         elif chunk_size is None:
-            self._used = seen + 1
-        else:  # all columns if reading values is not free
+            self._used = past_length + 1
+        else:  # all columns if reading `column` would wait for the device
             self._used = int(column.max()) + 1 if can_look(column) else chunk_size
         self.store(1, position=self.position + mask[:, 0])
         keys, values, mask = (x[:, : self._used] for x in (self.keys, self.values, self.mask))
@@ -124,7 +124,7 @@ class KeyValueCacheLayer(StateLayer):
             old = (keys[:, :0], values[:, :0], keys.new_empty(len(keys), 0, dtype=torch.bool))
         else:
             owned = getattr(self, "_owned", False)
-            if owned and not torch.compiler.is_compiling():  # which does not support inference mode
+            if owned and not torch.compiler.is_compiling():  # torch.compile does not support inference mode
                 owned = self.keys.is_inference() == keys.is_inference()
             if owned and self.keys.shape[1] >= columns:
                 return
@@ -135,8 +135,8 @@ class KeyValueCacheLayer(StateLayer):
 
     def _append_aligned(self, keys: torch.Tensor, values: torch.Tensor) -> KeyWindow:
         """Add positions of sequences that are all at the same position."""
-        (batch, length, _), seen, chunk_size = keys.shape, self.seen, self._chunk
-        before = seen if chunk_size is None else seen % chunk_size
+        (batch, length, _), past_length, chunk_size = keys.shape, self.seen, self._chunk
+        before = past_length if chunk_size is None else past_length % chunk_size
         if before:
             keys, values = (torch.cat((x[:, :before], y), 1) for x, y in ((self.keys, keys), (self.values, values)))
         window, count = KeyWindow(keys, values, chunk_size, offset=before, step=length == 1), before + length
@@ -144,7 +144,7 @@ class KeyValueCacheLayer(StateLayer):
             first, count = count - count % chunk_size, chunk_size
             keys, values = (_fill(x[:, first:], chunk_size) for x in (keys, values))
         mask = keys.new_ones(batch, count, dtype=torch.bool)
-        position = torch.full((batch,), seen + length, device=keys.device)
+        position = torch.full((batch,), past_length + length, device=keys.device)
         self.store(length, keys=keys, values=values, mask=mask, position=position)
         self._used = count
         return window
@@ -156,18 +156,18 @@ class KeyValueCacheLayer(StateLayer):
         """
         mask, chunk_size = new[-1], self._chunk
         length, width, start = mask.shape[1], 0, self.start(mask)
-        begun = torch.zeros_like(start) if self.position is None else self.position
-        position = begun + mask.sum(dim=1)
+        past_lengths = torch.zeros_like(start) if self.position is None else self.position
+        position = past_lengths + mask.sum(dim=1)
         if self.keys is not None:
-            before = begun if chunk_size is None else begun % chunk_size
+            before = past_lengths if chunk_size is None else past_lengths % chunk_size
             width = self.keys.shape[1] if chunk_size is None else chunk_size - 1
             if mode() != EXPORTED:
                 width = min(width, self.seen)
             columns = roll_columns(before - width, width)
             old: Any = (take_columns(x[:, :width], columns) for x in (self.keys, self.values, self.mask))
             new = tuple(torch.cat(pair, dim=1) for pair in zip(old, new, strict=True))
-        opened = 0 if chunk_size is None else position - position % chunk_size  # the position of column 0
-        columns = torch.arange(chunk_size or width + length, device=mask.device) + (width + opened - start)[:, None]
+        origin = 0 if chunk_size is None else position - position % chunk_size  # the position of column 0
+        columns = torch.arange(chunk_size or width + length, device=mask.device) + (width + origin - start)[:, None]
         kept = (take_columns(x, columns.clamp(max=width + length - 1)) for x in new)
         self.store(length, position=position, **dict(zip(("keys", "values", "mask"), kept, strict=True)))
         self._used = None
@@ -179,13 +179,13 @@ class KeyValueCacheLayer(StateLayer):
         if not getattr(self, "_owned", False) or self.keys.device.type != "cpu" or len(beam_idx) != len(self.keys):
             super().reorder_cache(beam_idx)
             return
-        moved = (beam_idx != torch.arange(len(beam_idx))).nonzero()[:, 0]
-        if len(moved) == 0:
+        rows = (beam_idx != torch.arange(len(beam_idx))).nonzero()[:, 0]
+        if len(rows) == 0:
             return
-        origin = beam_idx[moved]
+        source_rows = beam_idx[rows]
         for name, tensor in self.tensors.items():
             part = tensor[:, : self._used] if name in ("keys", "values", "mask") else tensor
-            part[moved] = part[origin]
+            part[rows] = part[source_rows]
 
 
 def _fill(x: torch.Tensor, count: int) -> torch.Tensor:

@@ -24,8 +24,8 @@ INPUT_NAMES = {"tokens": "input_ids", "values": "input_values", "patches": "pixe
 INPUT_OF_FIELD = {"vocab_size": "tokens", "image_size": "patches", "patch_size": "patches"}
 EMBEDDINGS = {"tokens": "word_embeddings", "values": "value_embeddings", "patches": "patch_embeddings"}
 
-# transformers renamed the argument in 5.24, and accepts the earlier name until 5.40. Before 5.24 it passes the earlier
-# name, about which the decorator does not warn if it counts as removed.
+# transformers 5.24 renamed `past_key_values` to `cache`, and accepts the old name until 5.40. Earlier versions pass the
+# old name themselves: with a removal version in the past, the decorator does not warn.
 accept_past_key_values = deprecate_kwarg(
     "past_key_values",
     "5.40.0" if CACHE == "cache" else "5.0.0",
@@ -44,18 +44,18 @@ def exact_dtype() -> torch.dtype:
 
 
 def trunc_normal_(tensor: torch.Tensor, **options: Any) -> None:
-    """Initialize a tensor with `init.trunc_normal_`, which samples again until no value is out of bounds (torch 2.13).
+    """Initialize a tensor with `init.trunc_normal_`, unless it is a `FakeTensor`.
 
-    A tensor of `FakeTensorMode` has no values.
+    torch 2.13 samples again until all values are within the bounds, but a `FakeTensor` has no values.
     """
     if type(tensor).__name__ != "FakeTensor":
         init.trunc_normal_(tensor, **options)
 
 
 def make_embedding(rows: int, width: int, zero_row: int | None) -> nn.Embedding:
-    """Return an embedding for whose `zero_row`, if any, `clear_row` sets the initial weights to 0, as in fairseq.
+    """Return an embedding whose row `zero_row` is initialized to 0 by `clear_row`, as in fairseq; None = no such row.
 
-    The row is trained as every other: tokens that a mask drops have no gradient, and the padding token can change.
+    Unlike `padding_idx`, the row is trained: masked tokens have no gradient, and the padding token can change.
     """
     embedding: Any = nn.Embedding(rows, width)
     embedding.zero_row = zero_row if zero_row is not None and 0 <= zero_row < rows else None
@@ -77,7 +77,7 @@ class CommonPreTrainedModel(PreTrainedModel):
     cache_class: Any  # the cache of a decoder
     seq2seq_cache_class: Any  # the cache of a decoder with cross-attention
     supports_gradient_checkpointing = True
-    # Completes the card in a folder that is pushed to a repository, with the code that loads the model.
+    # Adds a section on loading the model to the card in a folder that is pushed to a repository.
     card_writer: ClassVar[Callable[[Any, str | os.PathLike[str], str], None] | None] = None
     # Compares the version of the code in a folder that is loaded with that of this package.
     folder_reader: ClassVar[Callable[[Path], None] | None] = None
@@ -106,7 +106,7 @@ class CommonPreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Save the model and its code (`luna_mega.save_code`)."""
-        if self.is_remote_code():  # transformers adds the code of a user's class to the attribute
+        if self.is_remote_code():  # transformers adds the code of a user's class to `config.auto_map`
             vars(self.config).setdefault("auto_map", {})
         super().save_pretrained(*args, **kwargs)
 
@@ -147,19 +147,19 @@ class CommonPreTrainedModel(PreTrainedModel):
         return ()
 
     def freeze_unread(self) -> None:
-        """Freeze the parameters that no loss of a head of this package depends on; checkpoints contain them.
+        """Freeze `unread_parameters()` of a class of this package: DDP raises an error for parameters without gradient.
 
-        A class of a user, also a subclass of such a head, may read every output.
+        A class of a user, including a subclass of a head of this package, may use every output.
         """
         if is_own(type(self)):
             for parameter in self.unread_parameters():
                 parameter.requires_grad_(False)
 
     def post_init(self) -> None:
-        """Finish construction: freeze unread parameters, and remove classes and rules that do not match this instance.
+        """Freeze unread parameters, and restrict `_no_split_modules` and `_fsdp_plan` to the modules of this instance.
 
-        Accelerate raises an error for a class without a module, and transformers warns about unused rules. FSDP2 does
-        not support a weight in two groups: tied weights belong to the root group.
+        Accelerate raises an error for a class without a module, and transformers warns about unused rules. Modules
+        with tied weights have no rule, because FSDP2 does not support a weight in two groups.
         """
         super().post_init()
         self.freeze_unread()
@@ -173,11 +173,11 @@ class CommonPreTrainedModel(PreTrainedModel):
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh: Any) -> PreTrainedModel:
         """Distribute a model over `mesh`, None = a single process; transformers calls this before it loads weights.
 
-        Weights are tied before: transformers ties them after FSDP2 has split them. If the number of processes does not
-        divide their rows, an update would then change only one of the two.
+        Weights are tied first, because transformers only ties them after FSDP2 has sharded them. If the number of
+        processes does not divide their rows, an update would then change only one of the two tied weights.
 
         Raises:
-            ValueError: Tensor parallelism is requested, for which transformers would replicate a model without a plan.
+            ValueError: Tensor parallelism is requested. Without a plan, transformers would replicate the model.
         """
         if distributed_config is not None and (distributed_config.tp_plan or distributed_config.tp_size > 1):
             raise ValueError(
@@ -192,7 +192,7 @@ class CommonPreTrainedModel(PreTrainedModel):
     def tie_weights(self, *args: Any, **kwargs: Any) -> None:
         """Tie weights; transformers calls this after constructing, loading and resizing a model."""
         super().tie_weights(*args, **kwargs)
-        if self.device.type != "meta":  # transformers loads every name of a model
+        if self.device.type != "meta":  # on meta, transformers still needs every name to load weights
             self.share_modules()
         if kwargs.get("missing_keys") is not None:  # `from_pretrained` has replaced the parameters
             self.freeze_unread()
@@ -208,7 +208,7 @@ class StateRecorder(nn.Module):
         return after
 
 
-# Base of the mixins, which precede the base class of the family in the bases of a model.
+# At runtime the models list the base class of their family after the mixins.
 if TYPE_CHECKING:
     ModelMixin = CommonPreTrainedModel
 else:
@@ -216,20 +216,20 @@ else:
 
 
 class BodyMixin(ModelMixin):
-    """Base of `LunaModel`, `MegaModel` and `MegalodonModel`: one side without a head, which contains the embeddings.
+    """Base of `LunaModel`, `MegaModel` and `MegalodonModel`: an encoder or decoder with embeddings and without a head.
 
     The attributes specify which inputs the model supports:
 
     * `own_options`: keyword arguments of this model in addition to the common ones.
     * `weight_options`: keyword arguments that request attention weights.
-    * `reads_target`: whether tokens without a mask are the target of an encoder-decoder, see `find_target_mask`.
-    * `packs`: whether the model is a Luna, with a packed sequence P. It uses `position_ids`, which otherwise only mark
-      boundaries of sequences, and attention to a filled cache returns its weights.
+    * `reads_target`: whether the tokens are the target of an encoder-decoder, whose mask `find_target_mask` infers.
+    * `packs`: whether the model is a Luna, with a packed sequence P. Luna embeds `position_ids`, which only mark
+      sequence boundaries in other models, and returns attention weights also with a filled cache.
     * `has_read_types`: whether the values of a batch of token types have been checked.
     * `closes_gaps`: whether layers require the kept positions of a row to follow each other, as moving averages do.
     * `token_types`: the number of token types; 0 = the model has no type embeddings.
     * `input_width`: the width of `inputs_embeds`.
-    * `built_with`: fields that determine the modules, which cannot be changed later.
+    * `built_with`: the configuration fields that determine the modules, with their values at construction.
     """
 
     own_options: frozenset[str] = frozenset({"position_ids", "token_type_ids"})
@@ -239,7 +239,7 @@ class BodyMixin(ModelMixin):
     has_read_types = False
     closes_gaps: bool = True
     embeddings_name: str = ""  # name of the module with the input embedding; "" = the model
-    embedding_names = EMBEDDINGS  # name of that embedding by `config.input_type`
+    embedding_names = EMBEDDINGS  # name of the input embedding by `config.input_type`
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)

@@ -37,7 +37,7 @@ def keep_derived(enabled: bool) -> Iterator[None]:
 def keeps_derived(x: torch.Tensor) -> bool:
     """Return whether `derive` keeps results on the device of `x`: in `keep_derived`, without autograd.
 
-    Compiled programs and graphs of a GPU compute them at every step.
+    Compiled programs and CUDA graphs compute the results at every step.
     """
     return mode() < TRANSFORMED and _derived.values is not None and not (torch.is_grad_enabled() or is_capturing(x))
 
@@ -59,8 +59,8 @@ def derive(owner: Hashable, name: str, x: torch.Tensor, compute: Callable[[], An
 class StateLayer(CacheLayerMixin):
     """State of one layer for B sequences: the attributes in `fields`, tensors `[B, ...]` or None."""
 
-    # `torch.export` treats numbers in `__dict__` as constants, so a counter there would fix the length of a cache.
-    # `_static`: the tensors are written in place.
+    # Slots, because `torch.export` treats numbers in `__dict__` as constants: a counter there would fix the length.
+    # `_seen`: see `seen`. `_static`: the tensors are written in place.
     __slots__ = ("_seen", "_static")
     is_sliding = False
     supports_early_init = False
@@ -77,7 +77,7 @@ class StateLayer(CacheLayerMixin):
         self.seen, self.is_initialized, self._static = 0, False, False
 
     def store(self, length: int = 0, **tensors: torch.Tensor | None) -> None:
-        """Replace tensors after `length` more positions, in place if the layer is static."""
+        """Store the tensors of the state after `length` more positions, in place if the layer is static."""
         is_static = self.is_static
         for name, tensor in tensors.items():
             current = getattr(self, name) if is_static else None
@@ -97,13 +97,13 @@ class StateLayer(CacheLayerMixin):
         """Raise `ValueError` if a static layer has no place for one more position."""
 
     def make_static(self, max_length: int | None) -> None:
-        """Copy the tensors to memory of their own, in which further positions are written."""
+        """Replace the tensors by copies, to which further positions are written in place."""
         self.map(lambda tensor: tensor.detach().clone(memory_format=torch.contiguous_format))
         self._static = True
 
     @property
     def seen(self) -> int:
-        """The number of positions so far, including padding; in an exported program 1 if there are any."""
+        """The number of positions so far, including padding; in an exported program 1 for any filled cache."""
         return getattr(self, "_seen", int(self.is_initialized))
 
     @seen.setter
@@ -121,7 +121,7 @@ class StateLayer(CacheLayerMixin):
         return len(next(iter(self.tensors.values()))) if self.is_initialized else None
 
     def get_seq_length(self) -> int:
-        """Return the number of positions seen."""
+        """Return the number of positions so far."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -156,13 +156,13 @@ class StateLayer(CacheLayerMixin):
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply `function` to every tensor."""
         for name, tensor in self.tensors.items():
-            made = function(tensor)
+            new = function(tensor)
             if not self.is_static:
-                setattr(self, name, made)
-            elif made.shape == tensor.shape:
-                tensor.copy_(made)
+                setattr(self, name, new)
+            elif new.shape == tensor.shape:
+                tensor.copy_(new)
             else:
-                raise ValueError(f"a static cache has a fixed batch size, {len(tensor)}, got {len(made)}; use another")
+                raise ValueError(f"a static cache has a fixed batch size, {len(tensor)}, got {len(new)}; use another")
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorder the sequences by `beam_idx`."""
@@ -190,13 +190,13 @@ class StateCache(Cache):
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(layers=[self.layer_class() for _ in range(config.num_hidden_layers)])
-        # `generate` makes the cache static after the prompt, for this number of positions; None = not.
+        # The length with which `generate` makes the cache static after the prompt; None = it stays dynamic.
         self.static_length: int | None = None
         self.sizes = {name: getattr(config, name) for name in ("num_hidden_layers", *self.sized_by)}
 
-    def check(self, config: PreTrainedConfig, given: torch.Tensor) -> None:
+    def check(self, config: PreTrainedConfig, inputs: torch.Tensor) -> None:
         """Raise `ValueError` unless the cache fits a model of `config` and the inputs."""
-        batch, length = given.shape[:2]
+        batch, length = inputs.shape[:2]
         if self.is_static:
             if length != 1 or torch.is_grad_enabled():
                 raise ValueError(
@@ -205,7 +205,7 @@ class StateCache(Cache):
                 )
             self.layers[0].check_room()
         else:
-            forbid_capture(given, "a cache whose tensors are replaced", "call its `make_static` after the prompt")
+            forbid_capture(inputs, "a cache whose tensors are replaced", "call its `make_static` after the prompt")
         self.check_sizes(config, batch)
 
     def check_sizes(self, config: PreTrainedConfig, batch: int) -> None:
@@ -275,23 +275,23 @@ class StateSeq2SeqCache(EncoderDecoderCache):
     @property
     def is_static(self) -> bool:
         """Whether `make_static` was called."""
-        return self._own.is_static
+        return self._self_cache.is_static
 
     @property
     def static_length(self) -> int | None:
         """As in `StateCache`, of the self-attention."""
-        return self._own.static_length
+        return self._self_cache.static_length
 
     @static_length.setter
     def static_length(self, length: int | None) -> None:
-        self._own.static_length = length
+        self._self_cache.static_length = length
 
     def make_static(self, max_length: int | None = None) -> None:
         """Make the cache of the self-attention static (`StateCache.make_static`). That of the source never changes."""
-        self._own.make_static(max_length)
+        self._self_cache.make_static(max_length)
 
     @property
-    def _own(self) -> StateCache:
+    def _self_cache(self) -> StateCache:
         cache: Any = self.self_attention_cache
         return cache
 
@@ -315,7 +315,7 @@ def split_cache(cache: Cache | None) -> tuple[StateCache | None, StateCache | No
 def layer_caches(
     cache: StateCache | None, cross_cache: StateCache | None, count: int
 ) -> list[tuple[StateLayer | None, StateLayer | None]]:
-    """Return the parts of both caches for each of `count` layers."""
+    """Return the layers of both caches in pairs, for each of `count` layers; None for a cache that is None."""
     none = [None] * count
     parts = (none if part is None else part.layers for part in (cache, cross_cache))
     return list(zip(*parts, strict=True))
@@ -342,7 +342,7 @@ def check_class(model: CommonPreTrainedModel, cache: Cache | None) -> None:
 
 
 def fill_cache(model: CommonPreTrainedModel, cache: Cache) -> None:
-    """Make an empty cache that `EncoderDecoderModel.generate` has created for the decoder `model` one of its class."""
+    """Convert an empty cache that `EncoderDecoderModel.generate` created for the decoder `model` to its class."""
     if type(cache) is EncoderDecoderCache and cache.get_seq_length() == 0:
         parts = cache.self_attention_cache, cache.cross_attention_cache
         if model.config.add_cross_attention and all(type(part) is DynamicCache for part in parts):
@@ -363,7 +363,7 @@ def begin_cache(model: CommonPreTrainedModel, cache: Cache | None, use_cache: bo
     """Return the cache that a forward pass of a decoder reads and updates, or None.
 
     Args:
-        model: the model without a head; an encoder only if a cache is passed or requested.
+        model: the model without a head.
         cache: the cache that was passed, or None.
         use_cache: whether to create a cache if `cache` is None; None = see `keeps_cache`.
 
@@ -384,9 +384,9 @@ def begin_cache(model: CommonPreTrainedModel, cache: Cache | None, use_cache: bo
     if cache is None and use_cache:
         cache = new_cache(model)
     if cache is not None and model.training:
-        repeats = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
-        again = repeats and torch.is_grad_enabled()
-        if again or getattr(config, "layerdrop", False):
-            reason = "gradient checkpointing runs a layer twice" if again else "layerdrop skips layers"
+        checkpoints = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        runs_twice = checkpoints and torch.is_grad_enabled()
+        if runs_twice or getattr(config, "layerdrop", False):
+            reason = "gradient checkpointing runs a layer twice" if runs_twice else "layerdrop skips layers"
             raise ValueError(f"{reason}, but a cache requires each layer to run once; pass use_cache=False")
     return cache

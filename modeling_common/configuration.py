@@ -71,13 +71,13 @@ def strict(config_class: ConfigClass) -> ConfigClass:
 
 
 class _RecurrentLayer(str):
-    """A layer type for which context parallelism of other tools raises an error; its `repr` says what to set."""
+    """A layer type whose `repr` contains the fix, for the errors of other tools about context parallelism."""
 
     def __repr__(self) -> str:
         return f"{str(self)!r} (set cp_size and sp_size to 1)"
 
     def __contains__(self, part: object) -> bool:
-        return part == "linear_attention"  # which Accelerate searches before sequence parallelism
+        return part == "linear_attention"  # Accelerate searches for this name before sequence parallelism
 
 
 class CodeCopy:
@@ -117,13 +117,14 @@ class SharedConfig(ConfigMixin):
         absent_fields: for each name of BERT's configuration that the family does not have: the value with the same
             effect as no value, and the end of the error for other values.
         chunks_feed_forward: whether `chunk_size_feed_forward` has an effect.
-        zero_fields: numbers of something that the model may also not have.
-        input_fields: for each field of certain inputs, the values of `input_type` that use it. With others it must have
-            its default, which saved configurations contain.
-        stored_fields: fields whose value belongs to the weights, so that no change of another field derives it again.
+        zero_fields: counts and sizes that may also be 0.
+        input_fields: for each field that only some kinds of input use, their values of `input_type`. With other kinds
+            the field must have its default, which saved configurations contain.
+        stored_fields: fields whose value belongs to the weights, so that `update_from_string` does not derive it again.
     """
 
-    __slots__ = ("_sides", "_whole")  # links between configurations, which are no fields
+    # Links, not fields: `_sides` of an encoder-decoder, and `_whole`, the encoder-decoder to which a side belongs.
+    __slots__ = ("_sides", "_whole")
     default_fields: dict[str, str] = {}
     decoder_fields: dict[str, str] = {}
     # TRL requires the attribute. Read-only, because all configurations share it.
@@ -152,19 +153,19 @@ class SharedConfig(ConfigMixin):
         decoder_start_token_id: int | None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # A constructor of a user may have arguments of these names.
-        replaced = "__init__" in vars(cls)
+        # The constructor of a user's class may have arguments with names that `rename_fields` would change.
+        has_constructor = "__init__" in vars(cls)
         super().__init_subclass__(**kwargs)
-        if replaced or not issubclass(cls, PreTrainedConfig):
+        if has_constructor or not issubclass(cls, PreTrainedConfig):
             return
-        made: Any = cls
-        initialize = made.__init__
+        config_class: Any = cls
+        initialize = config_class.__init__
 
         @functools.wraps(initialize)
         def initialize_by_name(self: Any, *args: Any, **fields: Any) -> None:
             initialize(self, *args, **type(self).rename_fields(fields))
 
-        made.__init__ = initialize_by_name
+        config_class.__init__ = initialize_by_name
 
     @classmethod
     def rename_fields(cls, fields: Mapping[str, Any], saved: bool = False) -> dict[str, Any]:
@@ -172,30 +173,30 @@ class SharedConfig(ConfigMixin):
 
         Args:
             fields: Names, also those in `attribute_map`, and their values.
-            saved: The fields are those of a folder. The family's own name then takes precedence over others, names that
-                the family does not have are ignored, and one line reports both.
+            saved: The fields come from a folder: instead of raising an error, prefer the family's own name to others,
+                ignore names that the family does not have, and warn.
 
         Raises:
             ValueError: a field has two values, or the family does not have it.
         """
-        found: dict[str, tuple[str, Any]] = {}
-        for given in sorted(fields, key=cls.attribute_map.__contains__):  # the family's own names first
-            name, value = cls.attribute_map.get(given, given), fields[given]
+        renamed: dict[str, tuple[str, Any]] = {}
+        for key in sorted(fields, key=cls.attribute_map.__contains__):  # the family's own names first
+            name, value = cls.attribute_map.get(key, key), fields[key]
             problem = advice = ""
             if name in cls.absent_fields:
                 supported, advice = cls.absent_fields[name]
                 problem = "" if value == supported else f"{cls.__name__} does not support `{name}`, got {value!r}"
-            elif name not in found:
-                found[name] = given, value
-            elif value != found[name][1]:
-                first, kept = found[name]
-                problem = f"`{first}` and `{given}` are the same field of {cls.__name__}, got {kept!r} and {value!r}"
+            elif name not in renamed:
+                renamed[name] = key, value
+            elif value != renamed[name][1]:
+                first, current = renamed[name]
+                problem = f"`{first}` and `{key}` are the same field of {cls.__name__}, got {current!r} and {value!r}"
                 advice = "pass only one of them"
             if problem and not saved:
                 raise ConfigurationError(f"{problem}; {advice}")
             if problem:
-                logger.warning_once(f"config.json: {problem}; `{given}` is ignored")
-        return {name: value for name, (_, value) in found.items()}
+                logger.warning_once(f"config.json: {problem}; `{key}` is ignored")
+        return {name: value for name, (_, value) in renamed.items()}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Self:
@@ -207,10 +208,10 @@ class SharedConfig(ConfigMixin):
             ValueError: an argument is invalid, see `rename_fields`.
         """
         fields, arguments = cls.rename_fields(config_dict, saved=True), cls.rename_fields(kwargs)
-        unset = {item.name for item in dataclasses.fields(cls) if item.default is None}
-        absent = [name for name, value in arguments.items() if value is None and name in unset]
-        arguments = {name: value for name, value in arguments.items() if name not in absent}
-        config: Self = super().from_dict(fields | dict.fromkeys(absent), **arguments)
+        optional = {item.name for item in dataclasses.fields(cls) if item.default is None}
+        reset = [name for name, value in arguments.items() if value is None and name in optional]
+        arguments = {name: value for name, value in arguments.items() if name not in reset}
+        config: Self = super().from_dict(fields | dict.fromkeys(reset), **arguments)
         return config
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -223,7 +224,7 @@ class SharedConfig(ConfigMixin):
         for name, other in self.default_fields.items():
             if getattr(self, name) is None:
                 setattr(self, name, getattr(self, other))
-        # transformers' tests of configurations require that all families accept it.
+        # Only a warning, because transformers' tests of configurations set the field for all families.
         if self.chunk_size_feed_forward and not self.chunks_feed_forward:
             logger.warning_once(
                 f"chunk_size_feed_forward={self.chunk_size_feed_forward} has no effect in {type(self).__name__}, whose "
@@ -232,7 +233,7 @@ class SharedConfig(ConfigMixin):
         kwargs.pop("model_type", None)  # differs between a user's subclass and the folders it reads
         auto_map = kwargs.pop("auto_map", None)
         if isinstance(auto_map, dict) and __package__ == "luna_mega.modeling_common":
-            # Auto classes read the attribute only if the code of a folder is used.
+            # Entries for own code are only read if the code of the folder is loaded instead of this package.
             auto_map = {name: code for name, code in auto_map.items() if is_foreign(code)}
         if auto_map:
             kwargs["auto_map"] = auto_map
@@ -260,30 +261,30 @@ class SharedConfig(ConfigMixin):
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save the configuration, and the code of its models in the sub-folder `luna_mega_code`.
 
-        The entries of `auto_map` for code of others are saved if the folder contains that code. `luna_mega.save_code`
-        disables the code of this package.
+        Entries of `auto_map` that name code of other packages are saved if the folder contains that code. Use
+        `luna_mega.save_code(False)` to omit the code of this package.
         """
         if push_to_hub:  # transformers would push only files at the top
             self.save_pretrained(save_directory)
             self.push_to_hub(kwargs.pop("repo_id", None) or Path(save_directory).name, **kwargs)
             return
-        loaded = vars(self).pop("auto_map", None)
-        present = {
-            name: code for name, code in (loaded or {}).items() if is_foreign(code) and has_code(code, save_directory)
+        old_map = vars(self).pop("auto_map", None)
+        foreign_map = {
+            name: code for name, code in (old_map or {}).items() if is_foreign(code) and has_code(code, save_directory)
         }
         write_code = type(self).code_writer
         code = write_code(self, save_directory)
-        # Trainer pushes a checkpoint as its configuration and weights, which it copies to the folder of the run.
+        # Trainer pushes the folder of the run, to which it copies only configuration and weights of a checkpoint.
         if re.fullmatch(r"checkpoint-\d+", Path(save_directory).name):
             write_code(self, Path(save_directory).parent)
-        if code or present or self._auto_class:  # transformers adds the code of a user's class
-            self.auto_map = code | present
+        if code or foreign_map or self._auto_class:  # transformers adds the code of a user's class
+            self.auto_map = code | foreign_map
         try:
             super().save_pretrained(save_directory, **kwargs)
         finally:
             vars(self).pop("auto_map", None)
-            if loaded is not None:
-                self.auto_map = loaded
+            if old_map is not None:
+                self.auto_map = old_map
 
     def update_from_string(self, update_str: str) -> None:
         """Update fields from `"name=value,name=value"`.
@@ -294,18 +295,18 @@ class SharedConfig(ConfigMixin):
         Raises:
             ValueError: the string contains an unknown field, or the resulting fields do not fit together.
         """
-        given = {part.partition("=")[0] for part in update_str.split(",")}
-        given = {self.attribute_map.get(name, name) for name in given} | self.stored_fields
-        unset = [item.name for item in dataclasses.fields(self) if item.default is None and item.name not in given]
-        rebuilt = {name: type(self).from_dict(self.to_dict() | {name: None}) for name in unset}
-        derived = [name for name in unset if getattr(rebuilt[name], name) == getattr(self, name)]
+        names = {part.partition("=")[0] for part in update_str.split(",")}
+        names = {self.attribute_map.get(name, name) for name in names} | self.stored_fields
+        optional = [item.name for item in dataclasses.fields(self) if item.default is None and item.name not in names]
+        rebuilt = {name: type(self).from_dict(self.to_dict() | {name: None}) for name in optional}
+        derived = [name for name in optional if getattr(rebuilt[name], name) == getattr(self, name)]
         super().update_from_string(update_str)
         for name, value in vars(type(self).from_dict(self.to_dict() | dict.fromkeys(derived))).items():
             setattr(self, name, value)
 
     @classmethod
     def with_encoder(cls) -> Any:
-        """Return the class of the configuration of an encoder-decoder, which is this class if it has two sides."""
+        """Return the class of the configurations of this family's encoder-decoders."""
         return cls.seq2seq_class if cls.side_class is None else cls
 
     @classmethod
@@ -320,14 +321,14 @@ class SharedConfig(ConfigMixin):
         fields, others = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         side = getattr(cls.side_class, "model_type", None)
         supported = {getattr(kind, "model_type", None) for kind in cls.__mro__} - {side}
-        if not (given := fields.get("model_type")) or given in supported:
+        if not (model_type := fields.get("model_type")) or model_type in supported:
             return fields, others
-        if given == side and fields.get("is_encoder_decoder"):
+        if model_type == side and fields.get("is_encoder_decoder"):
             raise ValueError(f"{pretrained_model_name_or_path}: {cls._wrong_side_message()}")
-        named = ", ".join(fields.get("architectures") or ["none"])
+        architectures = ", ".join(fields.get("architectures") or ["none"])
         raise ValueError(
-            f"{pretrained_model_name_or_path} has `model_type` {given!r}, but {cls.__name__} requires "
-            f"{cls.model_type!r}; load it with an Auto class or the class in its config.json ({named})"
+            f"{pretrained_model_name_or_path} has `model_type` {model_type!r}, but {cls.__name__} requires "
+            f"{cls.model_type!r}; load it with an Auto class or the class in its config.json ({architectures})"
         )
 
     @classmethod
@@ -342,7 +343,7 @@ class SharedConfig(ConfigMixin):
     def layer_types(self) -> list[str]:
         """Types of the layers, all recurrent. Accelerate checks them before context parallelism."""
         self._check_counts(["num_hidden_layers"], most=MOST_LAYERS)  # transformers reads this before validation
-        # `EncoderDecoderModel.generate` creates a cache that must have a length, see `fill_cache`.
+        # The cache that `EncoderDecoderModel.generate` creates for "linear_attention" has no length, see `fill_cache`.
         kind = "hybrid" if self.add_cross_attention else "linear_attention"
         return [_RecurrentLayer(kind)] * self.num_hidden_layers
 
@@ -355,9 +356,9 @@ class SharedConfig(ConfigMixin):
 
     @property
     def sides(self) -> tuple[Self, Self]:
-        """The configurations of the encoder and the decoder of models, which follow later changes of this one.
+        """The configurations of the encoder and the decoder of models, to which changes of this one are copied.
 
-        Changes of their `TOKEN_IDS` also change this one.
+        Changes of `TOKEN_IDS` in a side are copied to this one.
         """
         if not self._linked():
             sides: Any = self.encoder_config, self.decoder_config
@@ -367,7 +368,7 @@ class SharedConfig(ConfigMixin):
         return self._sides  # type: ignore[no-any-return]
 
     def _linked(self) -> tuple[Any, ...]:
-        """Return the configurations that follow this one; a shallow copy of this one has none."""
+        """Return `sides` if they exist and are linked to this object, else `()`, as for a shallow copy."""
         sides: tuple[Any, ...] = getattr(self, "_sides", ())
         return sides if sides and sides[0]._whole is self else ()
 
@@ -391,10 +392,10 @@ class SharedConfig(ConfigMixin):
         return config
 
     def get_text_config(self, decoder: bool | None = None, encoder: bool | None = None) -> Self:
-        """Return the configuration of the encoder or the decoder, or unless one is selected the entire configuration.
+        """Return the configuration of the encoder or of the decoder; of the entire model unless one is selected.
 
-        The entire configuration has the `vocab_size` of the target, which `generate` and `compute_transition_scores`
-        read.
+        The configuration of the entire model gets the `vocab_size` of the target, which `generate` and
+        `compute_transition_scores` read.
         """
         if self.is_encoder_decoder and decoder != encoder:
             return self.decoder_config if decoder else self.encoder_config

@@ -28,7 +28,7 @@ else:
 class StateGenerationMixin(GenerativeMixin):
     """Generation with the cache class of the model.
 
-    It must be a direct base of a model: transformers checks the names of the bases.
+    A model must list the mixin as a direct base: transformers checks the names of the bases.
     """
 
     _is_stateful = True  # recurrent states cannot be rolled back, so assisted decoding is not supported
@@ -58,13 +58,13 @@ class StateGenerationMixin(GenerativeMixin):
             check_prompt(inputs, mask, cache, "attention_mask", name)
             self._warn_of_right_padding(inputs, mask)
         elif name == "input_ids":
-            known = (model_kwargs.get(key) for key in ("attention_mask", "encoder_outputs"))
-            if all(value is None for value in known):
+            mask_sources = (model_kwargs.get(key) for key in ("attention_mask", "encoder_outputs"))
+            if all(value is None for value in mask_sources):
                 model_kwargs["attention_mask"] = drop_if_full(find_mask(inputs, self.get_encoder().config))
         return inputs, name, model_kwargs
 
     def _get_stopping_criteria(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the criteria; without a limit of positions, texts do not exceed `max_position_embeddings`."""
+        """Let transformers warn of long texts only if `longest_input` limits the number of positions."""
         parent: Any = super()
         criteria = parent._get_stopping_criteria(*args, **kwargs)
         for criterion in criteria:
@@ -120,8 +120,8 @@ class StateGenerationMixin(GenerativeMixin):
             )
         if self.config.is_encoder_decoder:
             chunked, healed = generation_config.prefill_chunk_size is not None, generation_config.token_healing
-            for name, given in (("guidance_scale", guided), ("prefill_chunk_size", chunked), ("token_healing", healed)):
-                if given:
+            for name, flag in (("guidance_scale", guided), ("prefill_chunk_size", chunked), ("token_healing", healed)):
+                if flag:
                     raise ValueError(f"`{name}` is not supported by encoder-decoders; omit the argument")
 
     @property
@@ -147,8 +147,8 @@ class StateGenerationMixin(GenerativeMixin):
             input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
         )
         if attention_mask is None and not self.config.is_encoder_decoder:
-            given = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
-            inputs["attention_mask"] = given.new_ones(given.shape[:2], dtype=torch.long)
+            tensor = inputs["input_ids"] if inputs.get("inputs_embeds") is None else inputs["inputs_embeds"]
+            inputs["attention_mask"] = tensor.new_ones(tensor.shape[:2], dtype=torch.long)
         return inputs
 
     def _prepare_cache_for_generation(
@@ -167,10 +167,10 @@ class StateGenerationMixin(GenerativeMixin):
         if mask is None:
             mask = getattr(model_kwargs.get("encoder_outputs"), "attention_mask", None)
         if mask is not None:
-            filled = mask[:: len(mask) // batch_size].any(dim=1)  # all beams of an input have the same mask
-            if not filled.all():
+            nonempty = mask[:: len(mask) // batch_size].any(dim=1)  # all beams of an input have the same mask
+            if not nonempty.all():
                 raise ValueError(
-                    f"the {self._inputs_name} {(~filled).nonzero().flatten().tolist()} contain only padding; pass at "
+                    f"the {self._inputs_name} {(~nonempty).nonzero().flatten().tolist()} contain only padding; pass at "
                     "least one token each, such as bos_token_id or eos_token_id"
                 )
         if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
@@ -203,23 +203,23 @@ class StateGenerationMixin(GenerativeMixin):
 def check_prompt(
     prompt: torch.Tensor, mask: torch.Tensor | None, cache: Cache | None, mask_name: str, name: str | None
 ) -> None:
-    """Raise `ValueError` for a prompt that the cache contains already, or a mask that does not fit to them.
+    """Raise `ValueError` for a prompt that the cache contains already, or a mask that does not fit prompt and cache.
 
-    As in transformers, a prompt `[B, T]` or `[B, T, d]` contains the cached text, unless it is tokens and the mask has
-    columns for the cached text and the prompt.
+    As in transformers, a prompt `[B, T]` or `[B, T, d]` includes the cached text. A prompt of tokens may exclude the
+    cached text; the mask then has columns for both.
     """
     batch, length = prompt.shape[:2]
-    seen = 0 if cache is None else cache.get_seq_length()
-    if mask is not None and tuple(mask.shape) not in ((batch, length), (batch, seen + length)):
+    past = 0 if cache is None else cache.get_seq_length()
+    if mask is not None and tuple(mask.shape) not in ((batch, length), (batch, past + length)):
         raise ValueError(
             f"`{mask_name}` must have the shape {[batch, length]} of `{name}`"
-            + (f", or {[batch, seen + length]} with the {seen} positions of `cache`" if seen else "")
+            + (f", or {[batch, past + length]} with the {past} positions of `cache`" if past else "")
             + f", got {list(mask.shape)}"
         )
     is_new = mask is not None and mask.shape[1] > length and prompt.dim() == 2
-    if seen >= length and not is_new:
+    if past >= length and not is_new:
         raise ValueError(
-            f"`cache` contains {seen} positions already, and `{name}` has {length}; pass the cached text with "
+            f"`cache` contains {past} positions already, and `{name}` has {length}; pass the cached text with "
             f"new tokens after it, or new tokens with an `{mask_name}` of all positions, or no cache"
         )
 
@@ -229,8 +229,8 @@ class Seq2SeqGenerationMixin(StateGenerationMixin):
 
     def _prepare_decoder_input_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         """Check the target, its mask and the cache, and create the mask to which transformers appends new tokens."""
-        given = kwargs.get("model_kwargs", {}).get("decoder_input_ids")
-        if given is not None and given.shape[1] == 0:
+        decoder_input_ids = kwargs.get("model_kwargs", {}).get("decoder_input_ids")
+        if decoder_input_ids is not None and decoder_input_ids.shape[1] == 0:
             raise ValueError("`decoder_input_ids` has length 0; pass at least one token, or omit the argument")
         parent: Any = super()
         target, model_kwargs = parent._prepare_decoder_input_ids_for_generation(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Generic heads: constructors, `forward` and losses of the classes with a head, for all families.
 
-A class of a family lists a generic head before the family's `PreTrainedModel`. It implements the body and the layers
-that differ. It inherits `forward`, whose positional arguments are those of BERT; its keyword arguments `kwargs` are for
-the body and the loss. Heads of decoders implement `forward` with the arguments of the family, and call `predict_next`.
+The body is the model without a head. A class of a family lists a generic head before the family's `PreTrainedModel`,
+and implements the layers that differ. The inherited `forward` has the positional arguments of BERT, and passes `kwargs`
+to the body and the loss. Causal models implement `forward` with the arguments of the family, and call `predict_next`.
 """
 
 from collections.abc import Callable, Mapping
@@ -55,7 +55,7 @@ def checked_loss(compute: Callable[[], Any], labels: torch.Tensor, count: int) -
     """Return `compute()`, the loss of `labels`; raise `ValueError` if a label is none of `count` ids."""
     try:
         return compute()
-    except IndexError:  # only on a CPU: a GPU would have to wait
+    except IndexError:  # only on a CPU: checking before would make a GPU wait
         check_ids("labels", labels, count)
         raise
 
@@ -88,8 +88,8 @@ class Head(ModelMixin):
 
     def run_body(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """Return the outputs of the body for the `inputs` that are given, and keyword arguments of the body."""
-        given = {name: x for name, x in inputs.items() if x is not None}
-        return self.base_model(**given, **options, return_dict=True)
+        tensors = {name: x for name, x in inputs.items() if x is not None}
+        return self.base_model(**tensors, **options, return_dict=True)
 
     def carried_over(self, outputs: BodyOutput) -> dict[str, Any]:
         """Return the fields of `output_class` that the outputs of the body have: cache, states, attention weights."""
@@ -141,8 +141,8 @@ class GenericForMaskedLM(LMHead):
         """Predict tokens from the inputs of the body's `forward`.
 
         `labels`: `[B, T]` tokens, -100 = not predicted. `logits`: `[B, T, vocab_size]`; in training with
-        `sparse_prediction` there are logits of the M predicted positions only, `[M, vocab_size]`: in evaluation,
-        Trainer requires predictions and labels of the same positions.
+        `sparse_prediction`, `[M, vocab_size]` of the M predicted positions only. In evaluation, Trainer requires
+        predictions and labels of the same positions.
         """
         inputs = {
             "input_ids": input_ids,
@@ -184,24 +184,24 @@ class GenericForCausalLM(LMHead):
     ) -> Any:
         """Return the output with logits of the positions `logits_to_keep`.
 
-        `shift_labels` is no parameter of `forward`, because Trainer would treat it as a second label.
+        `options` can contain `shift_labels`, which Trainer would treat as labels if it were a parameter of `forward`.
         """
         options = {**options}
         shift_labels = options.pop("shift_labels", None)
-        counted = labels is not None or shift_labels is not None
-        if counted:
-            used = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
-            check_token_labels(given_input(inputs), logits_to_keep, **used)
+        has_labels = labels is not None or shift_labels is not None
+        if has_labels:
+            label_args = {"labels": labels} if shift_labels is None else {"shift_labels": shift_labels}
+            check_token_labels(given_input(inputs), logits_to_keep, **label_args)
         outputs = self.base_model(**inputs, **options, return_dict=True)
         hidden_states, targets, mask = outputs.last_hidden_state, None, None
-        if counted or hidden_states.requires_grad:
+        if has_labels or hidden_states.requires_grad:
             mask = find_kept(self.config, inputs, hidden_states.shape[1])
         if mask is not None and hidden_states.requires_grad:
-            # Label smoothing of Trainer adds loss at padding. Its states have no variance, so that each norm would
-            # multiply their gradient by 1 / sqrt(eps).
+            # Label smoothing of Trainer adds loss at padding, whose states have no variance. Each norm would multiply
+            # their gradient by 1 / sqrt(eps), so they are detached.
             hidden_states = torch.where(mask[..., None], hidden_states, hidden_states.detach())
         hidden_states = keep_positions(hidden_states, logits_to_keep)
-        if counted:
+        if has_labels:
             starts = find_starts(outputs.last_hidden_state.shape[:2], {**inputs, **options})
             mask, starts = (None if x is None else keep_positions(x, logits_to_keep) for x in (mask, starts))
             targets = next_tokens(labels, shift_labels, mask, starts)

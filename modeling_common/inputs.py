@@ -1,4 +1,4 @@
-"""Inputs of a forward pass: `prepare` returns them as `Inputs`, and `embed` runs the first computation on them."""
+"""Inputs of a forward pass: `prepare` checks the arguments and returns `Inputs`, and `embed` returns embeddings."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -48,13 +48,13 @@ class Inputs(NamedTuple):
         mask: `[B, T]` bool of the batch, True = keep; None = all.
         layout: the positions of the tokens.
         model_cache: the cache to read and to update, or None.
-        cache, cross_cache: its parts for the positions so far and for the encoder's output, or None.
+        cache, cross_cache: the caches of self-attention and cross-attention in `model_cache`, or None.
         seen: the number of positions in the cache.
-        output_weights: whether attention is computed in steps that return its weights.
+        output_weights: whether attention weights are computed, see `returns_weights`.
         output_states: whether the hidden states of all layers are returned.
         position_ids: `[B or 1, T]` of the batch, or None.
         encoder_hidden_states: `[B, S, d]`, or None.
-        encoder_layout: the positions of its tokens.
+        encoder_layout: the positions of the tokens of `encoder_hidden_states`.
         token_type_ids: `[B, T]` of the batch; None = all 0.
         embedded: whether `given` are embeddings.
     """
@@ -94,8 +94,8 @@ def prepare(
 ) -> Inputs:
     """Return the inputs of a forward pass of `model`, a model without a head.
 
-    The attributes of `BodyMixin` specify the supported arguments, which are those of `forward`: `options` are its
-    keyword arguments, and `grid` the rows and columns of patches of images.
+    The attributes of `BodyMixin` specify which arguments of `forward` are supported. `options` are the `kwargs` of
+    `forward`, and `grid` is the number of rows and columns of image patches.
 
     Raises:
         ValueError: The arguments do not fit together or are not supported by the model, see `arguments.py`.
@@ -138,11 +138,11 @@ def prepare(
     if position_ids is not None or not VARLEN_OPTIONS.isdisjoint(options):
         boundaries = position_ids if attention_mask is None else None
         if model.packs and options.get("cu_seq_lens_q") is not None:
-            boundaries = None  # the positions may restart elsewhere
+            boundaries = None  # positions of a Luna may also restart within a sequence
         padding_free = find_padding_free(shape, mask, boundaries, options)
     if padding_free is not None:
         check_padding_free(model, padding_free, requests_cache, output_weights, output_states)
-        model_cache = cache = None  # a decoder creates one by default
+        model_cache = cache = None  # discards the cache that a decoder creates by default
     elif config.unpad_inputs and model_cache is None and not config.add_cross_attention:
         padding_free = None if output_weights or output_states else unpad(mask)
     layout: Layout = padding_free or (close_gaps(mask, cache) if model.closes_gaps else PaddedLayout(mask))
@@ -158,27 +158,27 @@ def prepare(
     )  # fmt: skip
 
 
-def returns_weights(model: BodyMixin, options: Mapping[str, Any], seen: int) -> bool:
-    """Return whether attention is computed in steps that return its weights, after `seen` positions in the cache."""
+def returns_weights(model: BodyMixin, options: Mapping[str, Any], past_length: int) -> bool:
+    """Return whether attention weights are computed, by request or with "eager"; with a filled cache only in Luna."""
     requested = any(options.get(name, getattr(model.config, name, False)) for name in model.weight_options)
-    if seen and not model.packs:
+    if past_length and not model.packs:
         check_cached_weights(requested)
         return False
     return requested or model.config._attn_implementation == "eager"
 
 
-def mask_of_new(mask: torch.Tensor, given: torch.Tensor | None, seen: int) -> torch.Tensor:
-    """Return the columns of new positions in a mask `[B, T]` that may also cover all `seen` positions in the cache."""
-    if mask.dim() != 2 or given is None or given.dim() < 2:
+def mask_of_new(mask: torch.Tensor, inputs: torch.Tensor | None, past_length: int) -> torch.Tensor:
+    """Return the columns of new positions in a mask `[B, T]` that may also cover all `past_length` cached positions."""
+    if mask.dim() != 2 or inputs is None or inputs.dim() < 2:
         return mask  # `check_input` raises the error
-    # In an exported program `seen` is a flag.
-    return mask[:, -given.shape[1] :] if mode() >= COMPILED or mask.shape[1] == seen + given.shape[1] else mask
+    # In an exported program, `past_length` is 1 for any filled cache.
+    return mask[:, -inputs.shape[1] :] if mode() >= COMPILED or mask.shape[1] == past_length + inputs.shape[1] else mask
 
 
 def read_source(
     model: BodyMixin, states: torch.Tensor | None, attention_mask: torch.Tensor | None, cache: StateCache | None
 ) -> tuple[torch.Tensor | None, PaddedLayout]:
-    """Return the output of an encoder, None if the cache contains it, and its layout."""
+    """Return the encoder's output in its layout, or None if the cache contains the output, and the layout."""
     mask = to_bool_mask("encoder_attention_mask", attention_mask, drop_full=True)
     if states is None or (cache is not None and cache.layers[0].is_initialized):
         return None, PaddedLayout(mask)
@@ -198,31 +198,31 @@ def read_token_types(
 
 def embed(model: BodyMixin, inputs: Inputs) -> torch.Tensor:
     """Return embeddings `[B, T, d]` of tokens, values or images in the layout of `inputs`."""
-    given = inputs.given
+    tensor = inputs.given
     module: Any = model.get_input_embeddings()
-    if inputs.mask is not None and given.is_floating_point():
-        given = module.clean(given, inputs.mask) if given.dim() == 4 else clean(given, inputs.mask)
+    if inputs.mask is not None and tensor.is_floating_point():
+        tensor = module.clean(tensor, inputs.mask) if tensor.dim() == 4 else clean(tensor, inputs.mask)
     if inputs.embedded:
-        return inputs.layout.gather(given)
+        return inputs.layout.gather(tensor)
     pad, count = model.config.pad_token_id, model.config.vocab_size
-    if inputs.mask is not None and pad is not None and not 0 <= pad < count and not given.is_floating_point():
-        given = given.masked_fill(~inputs.mask, 0)
+    if inputs.mask is not None and pad is not None and not 0 <= pad < count and not tensor.is_floating_point():
+        tensor = tensor.masked_fill(~inputs.mask, 0)
     try:
-        embedded: torch.Tensor = inputs.layout.gather(module(given))
-    except IndexError:  # only on a CPU: a GPU would have to wait
-        check_tokens(given, count)
+        embedded: torch.Tensor = inputs.layout.gather(module(tensor))
+    except IndexError:  # only on a CPU: checking before would make a GPU wait
+        check_tokens(tensor, count)
         raise
-    if inputs.layout.mask is None or given.is_floating_point() or not embedded.requires_grad:
+    if inputs.layout.mask is None or tensor.is_floating_point() or not embedded.requires_grad:
         return embedded
-    # No loss depends on the embedding of padding, also if it is computed from states at padding.
+    # A loss may depend on states at padding, but has no gradient for the embeddings of padding.
     return torch.where(inputs.layout.mask[..., None], embedded, embedded.detach())
 
 
 def scatter_states(inputs: Inputs, hidden_states: torch.Tensor) -> torch.Tensor:
     """Return the states after the last layer as `[B, T, d]` of the batch, with zeros in rows without a token.
 
-    Otherwise results for such a row would depend on dropped inputs and on the other rows. Rows that continue a cache
-    have tokens in earlier calls.
+    Without zeros, results for a row without a token would depend on dropped inputs and on the other rows. Rows that
+    continue a cache keep their states, because they had tokens in earlier calls.
     """
     states, counts = inputs.layout.scatter(hidden_states), inputs.layout.counts()
     if inputs.layout.mask is None or counts is None or inputs.seen:

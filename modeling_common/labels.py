@@ -16,19 +16,19 @@ IGNORED = -100
 
 
 def shift_right(labels: torch.Tensor, start: int, pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return decoder inputs for labels, and the bool mask of those that are no padding, `[B, T]` each.
+    """Return decoder inputs for labels, and the bool mask of the inputs that are not padding, `[B, T]` each.
 
-    The input is the previous label, or `start` before the first one, which is no padding even if it equals `pad`.
-    Labels of -100 are padding on either side or between the others, and their inputs are `pad`. Only the position after
-    the last label has that label as its input, so that an end token can be predicted there.
+    The input of a label is the previous label; of the first label it is `start`, which is kept even if it equals `pad`.
+    Positions with label -100 are padding with input `pad`. Only the position after the last label gets that label as
+    input, so that the end token is predicted there.
     """
-    counted = labels != IGNORED
+    is_label = labels != IGNORED
     columns = torch.arange(labels.shape[1], device=labels.device)
-    last = torch.where(counted, columns, -1).cummax(dim=1).values
+    last = torch.where(is_label, columns, -1).cummax(dim=1).values
     previous = nn.functional.pad(last[:, :-1], (1, 0), value=-1)
     inputs = labels.gather(1, previous.clamp(min=0)).masked_fill(previous < 0, start)
-    kept = counted | ((previous == columns - 1) & (columns > last[:, -1:]) & (previous >= 0))
-    kept[:, 0] |= ~counted.any(dim=1)
+    kept = is_label | ((previous == columns - 1) & (columns > last[:, -1:]) & (previous >= 0))
+    kept[:, 0] |= ~is_label.any(dim=1)
     return inputs.masked_fill(~kept, pad), kept
 
 
@@ -62,7 +62,7 @@ def next_tokens(
     """Return the token `[B, T]` that each position of a language model predicts, -100 = none; None without labels.
 
     Args:
-        labels: `[B, T]`, the tokens at the positions. The target of a position is the next one that `mask` keeps.
+        labels: `[B, T]`, the tokens at the positions. The target of a position is the next token that `mask` keeps.
         shift_labels: `[B, T]`, the targets themselves. They take precedence over `labels`.
         mask: `[B, T]` bool, True = keep; None = all. Positions that it drops predict nothing and are not predicted.
         starts: `[B, T]` bool, True = the first token of a sequence of a padding-free batch; it is not predicted.
@@ -80,15 +80,15 @@ def next_tokens(
     following = _next_kept(mask)
     targets = nn.functional.pad(labels, (0, 1), value=IGNORED).gather(1, following)
     if sequence is not None:
-        later = nn.functional.pad(sequence, (0, 1), value=-1).gather(1, following)
-        targets = targets.masked_fill(later != sequence, IGNORED)
+        next_sequence = nn.functional.pad(sequence, (0, 1), value=-1).gather(1, following)
+        targets = targets.masked_fill(next_sequence != sequence, IGNORED)
     return ignore_dropped(targets, mask).contiguous()
 
 
 def _next_kept(mask: torch.Tensor) -> torch.Tensor:
     """Return for each position the column of the next unmasked position of `mask` `[B, T]`; T after the last one."""
     columns = torch.arange(mask.shape[1] + 1, device=mask.device)
-    # The column after the last one is a tensor: torch.compile would specialize on a Python number.
+    # `columns[-1:]` instead of the number T, on which torch.compile would specialize.
     kept = torch.where(nn.functional.pad(mask, (0, 1)), columns, columns[-1:]).flip(1).cummin(dim=1).values.flip(1)
     return kept[:, 1:]
 
@@ -140,37 +140,37 @@ def given_input(inputs: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def check_token_labels(
-    given: torch.Tensor | None, logits_to_keep: int | torch.Tensor = 0, **labels: torch.Tensor
+    inputs: torch.Tensor | None, logits_to_keep: int | torch.Tensor = 0, **labels: torch.Tensor
 ) -> None:
-    """Raise `ValueError` for labels, by name, of another shape than the positions `[B, T]` that have logits."""
-    if given is None or given.dim() < 2:
+    """Raise `ValueError` unless labels, passed by name, have the shape `[B, T]` of the positions with logits."""
+    if inputs is None or inputs.dim() < 2:
         return  # the body raises the error
     for name, value in labels.items():
-        check_labels(name, value, keep_positions(given, logits_to_keep).shape[:2])
+        check_labels(name, value, keep_positions(inputs, logits_to_keep).shape[:2])
 
 
 def check_span(
-    start_positions: torch.Tensor | None, end_positions: torch.Tensor | None, given: torch.Tensor | None
+    start_positions: torch.Tensor | None, end_positions: torch.Tensor | None, inputs: torch.Tensor | None
 ) -> None:
     """Raise `ValueError` for a start of an answer without an end, and for other labels than columns `[B]`."""
-    if given is None or given.dim() < 2 or (start_positions is None and end_positions is None):
+    if inputs is None or inputs.dim() < 2 or (start_positions is None and end_positions is None):
         return
     if start_positions is None or end_positions is None:
         name = "end_positions" if end_positions is None else "start_positions"
         raise ValueError(f"`{name}` is missing; pass `start_positions` and `end_positions`, or neither")
     for name, value in {"start_positions": start_positions, "end_positions": end_positions}.items():
-        check_labels(name, value[:, 0] if value.shape[1:] == (1,) else value, given.shape[:1])
+        check_labels(name, value[:, 0] if value.shape[1:] == (1,) else value, inputs.shape[:1])
 
 
 def check_labels_of(config: PreTrainedConfig | None, labels: torch.Tensor, inputs: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless labels and `inputs` have equal numbers of sequences (`config` None: of options)."""
-    given = given_input(inputs)
-    if given is None:
+    """Raise `ValueError` unless labels fit the B sequences of `inputs`; `config` None = B sets of options."""
+    main_input = given_input(inputs)
+    if main_input is None:
         return  # the body raises the error
     if config is None:
-        check_labels("labels", labels, given.shape[:1])
+        check_labels("labels", labels, main_input.shape[:1])
     else:
-        check_pooled_labels(config, labels, len(given))
+        check_pooled_labels(config, labels, len(main_input))
 
 
 def check_pairs(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:

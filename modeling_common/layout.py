@@ -70,7 +70,7 @@ class PaddedLayout(NamedTuple):
         return None if self.mask is None else self.mask.sum(dim=1, keepdim=True)
 
     def start(self) -> torch.Tensor | None:
-        """Return the position of the first column of each row, `[B]`: below 0 with padding before it; None = 0."""
+        """Return the position of the first column, `[B]`: negative if padding precedes the first token; None = 0."""
         return None if self.mask is None or self.columns is not None else -self.mask.int().argmax(dim=1)
 
     def positions(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class PaddedLayout(NamedTuple):
         return columns if start is None else columns + start[:, None]
 
     def spread(self, factors: torch.Tensor, length: int) -> torch.Tensor:
-        """Return random factors of sequences, `[S, width]`, for their positions: `[B, 1 or T, width]`."""
+        """Return the factors `[S, width]` of each sequence at all its positions, `[B, 1 or T, width]`."""
         return factors[:, None]
 
     def drop_features(self, x: torch.Tensor, probability: float) -> torch.Tensor:
@@ -97,7 +97,7 @@ class PaddedLayout(NamedTuple):
         return {"mask": self.mask, "start": self.start()}
 
 
-NO_PADDING = PaddedLayout()  # no padding
+NO_PADDING = PaddedLayout()
 Layout = PaddedLayout | PaddingFreeLayout
 
 
@@ -117,30 +117,30 @@ def move_kept(mask: torch.Tensor, right: bool = False) -> tuple[torch.Tensor, to
 
 
 def close_gaps(mask: torch.Tensor | None, cache: StateCache | None = None) -> PaddedLayout:
-    """Return the dense layout in which the positions that a bool mask `[B, T]` keeps follow each other.
+    """Return the layout in which the positions that a bool mask `[B, T]` keeps are contiguous.
 
-    A moving average, a relative bias and a chunk continue over columns. Columns that the mask drops between others
-    would count, so they move to the end of their rows, or to the beginning if `cache` is empty.
+    Moving averages, relative biases and chunks would count dropped columns between tokens. Therefore dropped columns
+    move to the end of their rows, or to the beginning if `cache` is empty.
 
-    If the values of the mask are free to read, columns only move if necessary. Elsewhere they always move, which costs
-    less than waiting for the device.
+    On a CPU, columns only move if necessary. On other devices columns always move, which costs less than waiting for
+    the values of the mask.
     """
     if mask is None:
         return NO_PADDING
-    begins = cache is None or not cache.get_seq_length()
-    lengths = None if begins else mask.sum(dim=1)
-    if mask.shape[1] == 1 or (can_look(mask) and _is_closed(mask, cache is not None, begins)):
+    is_first_call = cache is None or not cache.get_seq_length()
+    lengths = None if is_first_call else mask.sum(dim=1)
+    if mask.shape[1] == 1 or (can_look(mask) and _is_closed(mask, cache is not None, is_first_call)):
         return PaddedLayout(mask, lengths=lengths)
-    columns, back, mask = move_kept(mask, right=cache is not None and begins)
+    columns, back, mask = move_kept(mask, right=cache is not None and is_first_call)
     return PaddedLayout(mask, columns, back, lengths)
 
 
-def _is_closed(mask: torch.Tensor, cached: bool, begins: bool) -> bool:
+def _is_closed(mask: torch.Tensor, cached: bool, is_first_call: bool) -> bool:
     """Return whether the tokens need not move: they are contiguous or, with a cache, on one side of the row.
 
     With a cache, tokens are on the right in the first call and on the left in later calls.
     """
     earlier, later = mask[:, :-1], mask[:, 1:]
     if cached:
-        return not (later < earlier if begins else later > earlier).any()
+        return not (later < earlier if is_first_call else later > earlier).any()
     return bool(((later > earlier).sum(dim=1) + mask[:, 0] <= 1).all())

@@ -9,7 +9,8 @@ from luna_mega.kernels.for_models import COMPILED, TRANSFORMED, is_capturing, mo
 
 logger = logging.get_logger(__name__)
 
-# Attention with squared scores computes the fourth power of a state, which overflows in float32 above 10^9.
+# Below this bound no layer overflows: attention with squared scores computes the fourth power of a state, which
+# overflows in float32 above 10^9.
 _LARGEST = 2.0**16
 
 
@@ -58,7 +59,7 @@ def padding_token(config: PreTrainedConfig) -> int | None:
 def blank_token(config: PreTrainedConfig) -> int | None:
     """Return the token whose embedding is 0 at first: the padding token, unless targets start with it.
 
-    Norms divide the state of such a start token, which nearly vanishes, by its rounding errors.
+    The state of a start token with embedding 0 would be near 0, and norms would amplify its rounding errors.
     """
     pad = padding_token(config)
     return None if pad == config.decoder_start_token_id else pad
@@ -77,10 +78,10 @@ def find_mask(input_ids: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor
 
 
 def find_target_mask(input_ids: torch.Tensor, config: PreTrainedConfig) -> torch.Tensor | None:
-    """Return the bool mask of a target from its beginning: `find_mask`, but it keeps the start token.
+    """Return the bool mask of targets that include the start token: `find_mask`, but the start token is kept.
 
-    If `decoder_start_token_id` is also the padding token, as in T5 and Marian, the start token is the last of those
-    before the first other token. Those before it are padding on the left.
+    If `decoder_start_token_id` is also the padding token, as in T5 and Marian, the start token is the last of the
+    padding tokens before the first other token, and the padding tokens before the start token are left padding.
     """
     mask = find_mask(input_ids, config)
     if mask is None or config.decoder_start_token_id != config.pad_token_id:
@@ -105,8 +106,8 @@ def clean(x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     The mask has the first dimensions of `x`; None = it keeps all. Kept values do not change. Dropped values have a
     gradient of 0.
     """
-    differentiated = x.requires_grad and torch.is_grad_enabled()
-    if mask is None or (not differentiated and can_look(x) and is_sound(x).all()):
+    needs_grad = x.requires_grad and torch.is_grad_enabled()
+    if mask is None or (not needs_grad and can_look(x) and is_sound(x).all()):
         return x
     kept = mask[(..., *(None,) * (x.dim() - mask.dim()))]
     return torch.where(kept, x, x.detach().masked_fill(~is_sound(x), 0.0))

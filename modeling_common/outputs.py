@@ -32,7 +32,7 @@ CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else 
 
 
 def cache_field(cache: Any) -> dict[str, Any]:
-    """Return the field of an output that has the cache."""
+    """Return the cache as a keyword argument for the constructor of an output."""
     return {CACHE: cache}
 
 

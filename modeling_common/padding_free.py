@@ -14,14 +14,14 @@ VARLEN_OPTIONS = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "m
 
 
 class PaddingFreeLayout(NamedTuple):
-    """S sequences in one row, `[1, total]`, without padding.
+    """S sequences in one row, `[1, total]`, without padding; `PaddedLayout` documents the methods.
 
     Args:
         cu_seqlens: `[S + 1]`, the bounds of the sequences.
         max_seqlen: the length of the longest sequence.
-        places: `[total]`, the position of each token in the flattened batch; None = the same.
+        places: `[total]`, the index of each token in the flattened batch; None = the same.
         shape: `(B, T)` of the batch.
-        unpadded: whether the sequences are the rows of the batch.
+        unpadded: whether each sequence was one row of the batch, see `unpad`.
         mask, lengths: None, because every position is a token.
     """
 
@@ -84,16 +84,17 @@ class PaddingFreeLayout(NamedTuple):
         return {"varlen": (self.cu_seqlens, self.max_seqlen)}
 
 
+# The fix in errors of `forbid_capture`.
 BOUNDS = "omit it, or pass `cu_seq_lens_q` and `max_length_q`"
 
 
 def find_padding_free(
     shape: tuple[int, int], mask: torch.Tensor | None, position_ids: torch.Tensor | None, options: Mapping[str, Any]
 ) -> PaddingFreeLayout | None:
-    """Return the layout of a padding-free batch `[B, T]`; None = the batch is dense.
+    """Return the layout of a padding-free batch `[B, T]`; None = the batch is padded.
 
     A batch is padding-free if `options` contains `cu_seq_lens_q` or `seq_idx`, or if `position_ids` do not increase
-    within a row. Compiled programs only read `cu_seq_lens_q`, because the other arguments require values.
+    within a row. Compiled programs only read `cu_seq_lens_q`: boundaries in other arguments depend on their values.
 
     Raises:
         ValueError: `cu_seq_lens_q` does not increase from 0 to B T, or another argument contradicts it.
@@ -116,9 +117,9 @@ def find_padding_free(
 
 
 def unpad(mask: torch.Tensor | None) -> PaddingFreeLayout | None:
-    """Return the layout of the tokens that a bool mask `[B, T]` keeps; None = the batch remains dense.
+    """Return the layout of the tokens that a bool mask `[B, T]` keeps; None = the batch remains padded.
 
-    A batch without any kept token remains dense, because ops require a token.
+    A batch without any kept token remains padded, because ops require a token.
     """
     if mask is None or mode() >= COMPILED:
         return None
@@ -132,16 +133,16 @@ def unpad(mask: torch.Tensor | None) -> PaddingFreeLayout | None:
 def _next_starts(
     shape: tuple[int, int], position_ids: torch.Tensor | None, options: Mapping[str, Any]
 ) -> torch.Tensor | None:
-    """Return whether a sequence starts after each position but the last, `[..., T - 1]`; None = it is not given.
+    """Return `[..., T - 1]` bool, True = the next position starts a sequence; None if no argument marks sequences.
 
-    Raise `ValueError` unless `seq_idx` has an integer for every position.
+    Compiled programs return None. Raise `ValueError` unless `seq_idx` has an integer for every position.
     """
     if mode() >= COMPILED:
         return None
     if (seq_idx := options.get("seq_idx")) is not None:
         if not isinstance(seq_idx, torch.Tensor) or seq_idx.is_floating_point() or seq_idx.shape != tuple(shape):
-            found = f"{list(seq_idx.shape)} of {seq_idx.dtype}" if isinstance(seq_idx, torch.Tensor) else type(seq_idx)
-            raise ValueError(f"`seq_idx` must be integers of the shape {list(shape)} of the input, got {found}")
+            actual = f"{list(seq_idx.shape)} of {seq_idx.dtype}" if isinstance(seq_idx, torch.Tensor) else type(seq_idx)
+            raise ValueError(f"`seq_idx` must be integers of the shape {list(shape)} of the input, got {actual}")
         return seq_idx.diff(dim=1) != 0
     return None if position_ids is None else position_ids.diff(dim=-1) <= 0
 
@@ -173,11 +174,11 @@ def _bounds(options: Mapping[str, Any]) -> torch.Tensor | None:
         return None
     keys = others["cu_seq_lens_k"]
     if keys is not None and keys is not cu_seqlens:
-        differ = can_look(keys) and can_look(cu_seqlens) and keys.shape == cu_seqlens.shape
-        if keys.shape != cu_seqlens.shape or (differ and (keys != cu_seqlens).any()):
+        comparable = can_look(keys) and can_look(cu_seqlens) and keys.shape == cu_seqlens.shape
+        if keys.shape != cu_seqlens.shape or (comparable and (keys != cu_seqlens).any()):
             raise ValueError("`cu_seq_lens_k` differs from `cu_seq_lens_q`; pass the same, as in self-attention")
-    if (keys := others["max_length_k"]) not in (None, longest):
-        raise ValueError(f"`max_length_k` is {keys}, but `max_length_q` is {longest}; pass the same")
+    if (longest_key := others["max_length_k"]) not in (None, longest):
+        raise ValueError(f"`max_length_k` is {longest_key}, but `max_length_q` is {longest}; pass the same")
     return cu_seqlens
 
 

@@ -53,7 +53,7 @@ def without_first(states: torch.Tensor | None, mask: torch.Tensor | None) -> tor
 def masked_mean(states: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Return the mean over the rows of `[B, T, d]` that the mask `[B or 1, T]` keeps; 0 if it keeps none.
 
-    Half precision cannot represent the sums of long sequences.
+    Half-precision states are summed in float32: half precision cannot represent the sums of long sequences.
     """
     if mask is None:
         return states.mean(dim=1, dtype=upcast_dtype(states)).to(states.dtype)
@@ -92,7 +92,7 @@ POOLINGS = {"cls": first_token, "last": last_token, "mean": masked_mean}
 
 
 class PooledHead(Head):
-    """Base of the heads for sequences, which read the states by `config.pooling`."""
+    """Base of the heads that pool the states of each sequence by `config.pooling`."""
 
     # The losses of these heads are means over the batch; Trainer divides them by the accumulation steps.
     accepts_loss_kwargs = False
@@ -136,9 +136,9 @@ class PooledHead(Head):
         body: Any = self.base_model
         check_input(body, attention_mask, inputs)
         mask = to_bool_mask("attention_mask", attention_mask)
-        given: Any = given_input(inputs)
+        tensor: Any = given_input(inputs)
         positions = others.get("position_ids") if mask is None else None
-        if find_padding_free(given.shape[:2], None, positions, others) is not None:
+        if find_padding_free(tensor.shape[:2], None, positions, others) is not None:
             raise ValueError(f"{type(self).__name__} does not support padding-free batches; pad the batch")
         if mask is None and input_ids is not None:
             mask = find_mask(input_ids, self.config)
@@ -146,7 +146,7 @@ class PooledHead(Head):
             if others.get("position_ids") is not None:
                 raise ValueError("`position_ids` are not supported with `drop_first_token=True`; omit them")
             if (types := others.get("token_type_ids")) is not None:
-                others["token_type_ids"] = without_first(read_token_types(body, types, given.shape[:2], mask), mask)
+                others["token_type_ids"] = without_first(read_token_types(body, types, tensor.shape[:2], mask), mask)
             inputs = {key: without_first(value, mask) for key, value in inputs.items()}
             mask = without_first(mask, mask)
         if self.config.is_decoder:
@@ -231,7 +231,7 @@ class GenericForMultipleChoice(PooledHead):
             check_labels_of(None, labels, inputs)
         shape, flat = flatten_options(**inputs)
         features, outputs = self.pool(**flat, **kwargs)
-        # -1 would exclude a batch of 1 from an exported program.
+        # `view(-1, C)` would exclude a batch of 1 from an exported program.
         logits, loss = self.score_options(features).view(shape), None
         if labels is not None:
             loss = checked_loss(lambda: nn.functional.cross_entropy(upcast(logits), labels), labels, shape[1])
@@ -308,9 +308,9 @@ class GenericForSequencePairClassification(PooledHead):
 
 def flatten_options(**inputs: torch.Tensor | None) -> tuple[tuple[int, int], dict[str, Any]]:
     """Return B, the number of options C, and the inputs `[B, C, ...]` as `[B C, ...]`."""
-    given = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
-    if given is None or given.dim() < 3:
-        shape = None if given is None else list(given.shape)
+    tensor = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
+    if tensor is None or tensor.dim() < 3:
+        shape = None if tensor is None else list(tensor.shape)
         raise ValueError(f"multiple choice requires input_ids [B, options, T] or inputs_embeds, got {shape}")
     flat = {name: x if x is None or x.dim() < 3 else x.flatten(0, 1) for name, x in inputs.items()}
-    return (given.shape[0], given.shape[1]), flat  # `position_ids` `[T]` are for all rows
+    return (tensor.shape[0], tensor.shape[1]), flat  # `position_ids` `[T]` are for all rows

@@ -150,8 +150,8 @@ class Seq2SeqBody(EncoderDecoder):
             raise ValueError("pass exactly one of decoder_input_ids and decoder_inputs_embeds")
         if use_cache is None:
             use_cache = keeps_cache(self)
-        recorded = {name: getattr(self.config, name) for name in ("output_hidden_states", "output_attentions")}
-        return recorded | options | {"use_cache": use_cache, "return_dict": True}
+        output_options = {name: getattr(self.config, name) for name in ("output_hidden_states", "output_attentions")}
+        return output_options | options | {"use_cache": use_cache, "return_dict": True}
 
     def encode(
         self,
@@ -165,17 +165,17 @@ class Seq2SeqBody(EncoderDecoder):
         Args:
             source: `input_ids`, `attention_mask` and `inputs_embeds`.
             encoded: outputs of the encoder instead of a source, or None.
-            cache: cache of the decoder; if it is filled, the outputs may be empty.
+            cache: cache of the decoder; if it is filled, neither a source nor `encoded` is required.
             options: see `read_options`; `token_type_ids` are removed.
         """
         mask = source["attention_mask"] = to_bool_mask("attention_mask", source["attention_mask"])
         source = source | {"token_type_ids": options.pop("token_type_ids", None)}
-        given = source["input_ids"] is not None or source["inputs_embeds"] is not None
-        if encoded is None and not given and isinstance(cache, EncoderDecoderCache) and cache.get_seq_length() > 0:
+        has_source = source["input_ids"] is not None or source["inputs_embeds"] is not None
+        if encoded is None and not has_source and isinstance(cache, EncoderDecoderCache) and cache.get_seq_length() > 0:
             encoded = self.encoder_output_class()
         elif encoded is None:
-            recorded = {name: value for name, value in options.items() if name.startswith("output_")}
-            encoded = self.encoder(**source, return_dict=True, **recorded)
+            output_options = {name: value for name, value in options.items() if name.startswith("output_")}
+            encoded = self.encoder(**source, return_dict=True, **output_options)
         if mask is None:
             mask = getattr(encoded, "attention_mask", None)
         if mask is None and source["input_ids"] is not None:
@@ -189,7 +189,7 @@ class Seq2SeqBody(EncoderDecoder):
         return self.encoder_output_class(*outputs) if outputs else None
 
     def decoder_inputs(self, encoded: Any, options: dict[str, Any]) -> dict[str, Any]:
-        """Return further arguments of the decoder; remove those from `options` that it has under other names."""
+        """Return more arguments of the decoder; remove from `options` those that the decoder names differently."""
         return {}
 
     def make_output(self, encoded: Any, decoded: Any, **fields: Any) -> Seq2SeqModelOutput:
@@ -218,7 +218,7 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         self.loss_type = "ForMaskedLM"  # each position has its own label
 
     def make_head(self, config: Any) -> None:
-        if config.shares_embeddings:  # the decoder's embedding is then the encoder's
+        if config.shares_embeddings:  # the output layer is then tied to the embedding of the encoder
             tied = {name: other.replace(".decoder.", ".encoder.") for name, other in self._tied_weights_keys.items()}
             self._tied_weights_keys = tied
         self.lm_head = nn.Linear(config.decoder_config.hidden_size, config.decoder_config.vocab_size, bias=False)
@@ -280,11 +280,11 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         if labels is not None:
             target = {"input_ids": decoder_input_ids, "attention_mask": decoder_attention_mask}
             mask = find_kept(self.get_decoder().config, target, outputs.last_hidden_state.shape[1], find)
-            counted = ignore_dropped(
+            targets = ignore_dropped(
                 labels, None if mask is None else keep_positions(mask, logits_to_keep)
             ).contiguous()
-            options = {"logits": logits, "labels": counted, "vocab_size": logits.shape[-1], **kwargs}
-            loss = checked_loss(lambda: self.loss_function(**options), counted, logits.shape[-1])
+            options = {"logits": logits, "labels": targets, "vocab_size": logits.shape[-1], **kwargs}
+            loss = checked_loss(lambda: self.loss_function(**options), targets, logits.shape[-1])
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
 
     def read_target(
@@ -296,19 +296,19 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         logits_to_keep: int | torch.Tensor,
     ) -> tuple[Any, torch.Tensor | None]:
         """Check the labels, and return tokens and mask of the target; without a target, those of the labels."""
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if given is not None:
-            check_token_labels(given, logits_to_keep, labels=labels)
+        target = input_ids if inputs_embeds is None else inputs_embeds
+        if target is not None:
+            check_token_labels(target, logits_to_keep, labels=labels)
             return input_ids, attention_mask
         if labels.dim() != 2:
             raise ValueError(f"`labels` must have the shape [B, T] of a target, got {list(labels.shape)}")
         check_token_labels(labels, logits_to_keep, labels=labels)
-        check_ids("labels", labels, self.get_decoder().config.vocab_size)  # they are the inputs of the decoder
+        check_ids("labels", labels, self.get_decoder().config.vocab_size)  # shifted labels are decoder inputs
         start, config = self.config.decoder_start_token_id, self.get_decoder().config
         pad = start if config.pad_token_id is None else config.pad_token_id
         input_ids, kept = shift_right(labels, start, pad)
         tokens = find_mask(input_ids, config)
         if attention_mask is None and (tokens is None or start == pad):
-            # Unlike in `find_target_mask`, the start token is known.
+            # `find_target_mask` would have to infer the start token, which is the first kept position here.
             attention_mask = kept if tokens is None else kept & (tokens | (kept.cumsum(dim=1) == 1))
         return input_ids, attention_mask

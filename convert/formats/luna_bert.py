@@ -22,7 +22,7 @@ _NOTE = "early file: its prefix 'decoder.' is today's 'encoder.'"
 _EARLY_PREFIX = (r"^decoder\.(?=(sentence_encoder|lm_head)\.)", "encoder.", _NOTE)
 _RANKING_TASKS = ("sentence_ranking", "commonsense_qa")
 _FINE_TUNING_TASKS = ("sentence_prediction", *_RANKING_TASKS)
-# A head with any other name reads the first token.
+# The original selects the pooling by the name of the head; heads of any other name pool the first token ("cls").
 _POOLING_OF_HEAD = {
     "sentence_classification_head": "cls",
     "pooling_classification_head": "packed_max",
@@ -38,9 +38,9 @@ def _sizes(*values: int) -> dict[str, int]:
     return dict(zip(_SIZES, values, strict=True))
 
 
-_OF_512 = ("luna_bert", "luna_base_512", "luna_base_tied_512", "luna_base_untied_512")
+_NAMES_512 = ("luna_bert", "luna_base_512", "luna_base_tied_512", "luna_base_untied_512")
 _ARCHITECTURES = {
-    **dict.fromkeys(_OF_512, {"encoder_attention_heads": 12}),
+    **dict.fromkeys(_NAMES_512, {"encoder_attention_heads": 12}),
     "luna_base_2048": _sizes(12, 768, 3072, 12, 2048, 256),
     "luna_large_512": _sizes(24, 1024, 4096, 16, 512, 128),
     "luna_large_2048": _sizes(24, 1024, 4096, 16, 512, 256),
@@ -68,14 +68,14 @@ def _head(evidence: Evidence) -> dict[str, Any]:
     if name is None:
         return {MODEL: LunaForMaskedLM}
     num_labels, inner = evidence.shape(f"classification_heads.{name}.out_proj.weight", "classes", "inner width")
-    found = {HEAD: name, "pooling": _POOLING_OF_HEAD.get(name, "cls"), "classifier_hidden_size": inner}
+    head_fields = {HEAD: name, "pooling": _POOLING_OF_HEAD.get(name, "cls"), "classifier_hidden_size": inner}
     if task in _RANKING_TASKS and num_labels == 1:
-        return found | {MODEL: LunaForMultipleChoice}
+        return head_fields | {MODEL: LunaForMultipleChoice}
     regression = {"problem_type": "regression"} if evidence.args.get("regression_target") else {}
-    return found | regression | {MODEL: LunaForSequenceClassification, "num_labels": num_labels}
+    return head_fields | regression | {MODEL: LunaForSequenceClassification, "num_labels": num_labels}
 
 
-_EMBEDDING = (f"{_BODY}.embed_tokens.weight", "vocabulary", "width")  # arguments of `size_of`
+_EMBEDDING = (f"{_BODY}.embed_tokens.weight", "vocabulary", "width")  # key and names of dimensions, for `size_of`
 _TABLE = (
     *_luna.encoder_arguments(
         _BODY,
@@ -119,7 +119,7 @@ class LunaBert(Format):
         return CODE_2023 if "stop_min_lr" in file.args else CODE_2021
 
     def keymap(self, spec: ModelSpec) -> KeyMap:
-        found = [
+        entries = [
             *(Row(f"{_LM_HEAD}.{part}", f"lm_head.decoder.{part}") for part in ("weight", "bias")),
             *rows(_LM_HEAD, "lm_head", ["dense"]),
             *rows(_LM_HEAD, "lm_head", ["layer_norm"], LAYER_NORM),
@@ -128,14 +128,14 @@ class LunaBert(Format):
         ]
         if spec.head is not None:
             source = f"classification_heads.{spec.head}"
-            found += [
+            entries += [
                 *rows(source, "pooler", {"in_proj": "dense"}),
                 *rows(f"{source}.attn", "pooler.attention", ("q_proj", "k_proj", "v_proj", "out_proj")),
                 *rows(source, "pooler", {"layernorm": "layer_norm"}, LAYER_NORM),
                 *rows(source, "classifier", {"dense": "dense.0", "out_proj": "out_proj"}),
             ]
         reason = "head not chosen; --head {name} converts it"
-        return KeyMap([*found, Row("classification_heads.{name}.{rest}", None, reason=reason, except_name=spec.head)])
+        return KeyMap([*entries, Row("classification_heads.{name}.{rest}", None, reason=reason, except_name=spec.head)])
 
     def companions(self, spec: ModelSpec, evidence: Evidence) -> Companions:
         config = spec.config
@@ -148,12 +148,12 @@ class LunaBert(Format):
                 return None
             dictionaries.has_vocabulary(bpe)
             length = config.max_position_embeddings
-            made, missing = bpe_tokenizer(dictionaries.vocabulary, read_gpt2_bpe(bpe), "<mask>", length)
+            converted, missing = bpe_tokenizer(dictionaries.vocabulary, read_gpt2_bpe(bpe), "<mask>", length)
             if missing:
                 notes.append(
                     "the tokenizer's class is in the folder: without luna_mega it needs trust_remote_code=True"
                 )
-            return ConvertedTokenizer(made, PIECES, missing)
+            return ConvertedTokenizer(converted, PIECES, missing)
 
         return Companions(kind, tokenizer)
 
