@@ -2,12 +2,15 @@
 
 A block smooths its input with a multi-dimensional damped moving average, applies single-head attention to the smoothed
 sequence, and gates the result into the residual. Attention may be restricted to chunks; then only the moving average
-passes information across chunks. The order is: caches, norms, dropout, relative biases, embeddings, moving average,
-gated attention, cross-attention, feed-forward layer, block, model, heads, language models, translation.
+passes information across chunks. Order of this file: caches, norms, dropout, relative biases, embeddings, moving
+average, gated attention, cross-attention, feed-forward layer, block, model, heads, language models, translation.
 
-Modules and parameters have the same names as Mega in transformers v4, so that its checkpoints can be loaded. These
-names swap two names of the paper: `damping_factor` contains the logits of alpha (weight of the input), `decay_factor`
-the logits of delta.
+Modules and parameters have the same names as Mega in transformers v4, so that its checkpoints can be loaded. Two of
+them swap the paper's names: `damping_factor` contains the logits of alpha (weight of the input), `decay_factor` the
+logits of delta (damping).
+
+Shapes: B sequences of T positions, S positions of a source, C positions of a chunk. Sizes: d = `hidden_size`,
+Z = `shared_representation_size`, V = `intermediate_size`, N = `ema_projection_size`.
 """
 
 import math
@@ -97,10 +100,10 @@ from luna_mega.modeling_mega.patches_mega import PatchEmbeddings, interpolate_po
 
 
 class MegaCacheLayer(KeyValueCacheLayer):
-    """Recurrent state of one block for B sequences, and the visible keys and values.
+    """Recurrent state of one block: the states of the moving average, and the fields of `KeyValueCacheLayer`.
 
-    `average` `[B, D, N]` has the states of the moving average. If it is truncated, `inputs` `[B, truncation, D]` are
-    its last inputs, and `forgotten` `[B, D, N]` the states of the inputs before them.
+    `average` `[B, d, N]` contains the states after all inputs. With `config.truncation`, `inputs` `[B, truncation, d]`
+    contains the last inputs, and `forgotten` `[B, d, N]` the states before the last inputs.
     """
 
     average: torch.Tensor | None
@@ -112,7 +115,7 @@ class MegaCacheLayer(KeyValueCacheLayer):
 
 
 class MegaCrossCacheLayer(StateLayer):
-    """Source of the cross-attention of one block: `keys` `[B, S, Z]`, `values` `[B, S, D]`, `mask` `[B, S]` or None."""
+    """Source of the cross-attention of one block: `keys` `[B, S, Z]`, `values` `[B, S, d]`, `mask` `[B, S]` or None."""
 
     keys: torch.Tensor  # None before the source is stored
     values: torch.Tensor
@@ -162,9 +165,9 @@ class MegaScaleNorm(nn.Module):
 
 
 class MegaRMSNorm(nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) weight.
+    """x / sqrt(mean(x^2) + eps) * weight.
 
-    `legacy`: x weight, as the Mega of transformers v4 computes it and its checkpoints require it.
+    With `legacy`, only x * weight: Mega in transformers v4 does not normalize, and its checkpoints depend on that.
     """
 
     def __init__(self, width: int, eps: float, affine: bool, legacy: bool):
@@ -186,10 +189,10 @@ def build_norm(
     padded_statistics: bool = False,
     legacy_rms_norm: bool = False,
 ) -> nn.Module:
-    """Return a norm of `[B, T, width]` over the last dimension; `norm_type` is defined in `MegaConfig`.
+    """Return a norm of `[B, T, width]`; `norm_type` is a `normalization_type` of `MegaConfig`.
 
-    Batch norms accept a mask `[B, T]`, and with `padded_statistics` include padding. With `legacy_rms_norm`, the RMS
-    norm does not normalize, see `MegaRMSNorm`.
+    Batch norms also accept a mask `[B, T]`; with `padded_statistics`, their statistics include padding. With
+    `legacy_rms_norm`, the RMS norm only multiplies by its weight.
     """
     if norm_type == "layernorm":
         return nn.LayerNorm(width, eps=eps, elementwise_affine=affine)
@@ -201,7 +204,7 @@ def build_norm(
 
 
 class MegaSequenceNorm(nn.Module):
-    """Norm `config.normalization_type` of `[B, T, d]`. Its statistics exclude padding."""
+    """Norm of `[B, T, d]`. The statistics of a batch norm exclude padding, unless `config.padded_batch_statistics`."""
 
     def __init__(self, config: MegaConfig, affine: bool):
         super().__init__()
@@ -214,7 +217,10 @@ class MegaSequenceNorm(nn.Module):
         )
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
-        """Add a module; `SyncBatchNorm.convert_sync_batchnorm` synchronizes the batch norm, which excludes padding."""
+        """Add a module, but keep the batch norm if `SyncBatchNorm.convert_sync_batchnorm` replaces it.
+
+        `nn.SyncBatchNorm` would include padding. The batch norm synchronizes its statistics instead.
+        """
         if isinstance(module, nn.SyncBatchNorm) and isinstance(self.norm, MegaBatchNorm):
             self.norm.synchronized = True
         else:
@@ -227,7 +233,7 @@ class MegaSequenceNorm(nn.Module):
 
 
 class MegaDropout(Dropout):
-    """Dropout of `[B, T, d]`: of entries, or with `features` of channels at all positions of a sequence."""
+    """Dropout of entries of `[B, T, d]` or, with `features`, of channels at all positions of a sequence."""
 
     def __init__(self, probability: float, features: bool):
         super().__init__(probability)
@@ -248,14 +254,14 @@ class MegaDropPath(Dropout):
         return states * layout.spread(self.draw(states, layout.sizes(states)[0]), states.shape[1])
 
     def draw(self, states: torch.Tensor, sequences: int) -> torch.Tensor:
-        """Return a factor for each sequence, `[sequences, 1]`: 0, or the factor that preserves the mean."""
+        """Return a random factor for each sequence, `[sequences, 1]`: 0 with probability `p`, else 1 / (1 - p)."""
         return nn.functional.dropout(states.new_ones(sequences, 1), self.p)
 
 
 class MegaSimpleRelativeBias(nn.Module):
-    """A table with one number per distance, `[2 max_positions - 1]`; entry `center` (None = the middle) is distance 0.
+    """Table of biases `[2 max_positions - 1]`, one for each distance j - i of a query i and a key j.
 
-    `MegaPreTrainedModel._init_weights` initializes `rel_pos_bias`.
+    Entry `center` (None = the middle) is distance 0. `MegaPreTrainedModel._init_weights` initializes `rel_pos_bias`.
     """
 
     def __init__(self, max_positions: int, center: int | None = None):
@@ -271,7 +277,8 @@ class MegaSimpleRelativeBias(nn.Module):
         Args:
             length: number of columns.
             grid: rows and columns of patches of images, for which the table is interpolated; None = no images.
-            count: returns the greatest number of tokens of a sequence if other columns are padding, whose bias is 0.
+            count: function that returns the number of tokens of the longest sequence; None = `length`. It is called
+                only if `length` exceeds the table. Distances outside of the table are then padding, with bias 0.
 
         Raises:
             ValueError: The table has too few entries.
@@ -279,24 +286,24 @@ class MegaSimpleRelativeBias(nn.Module):
         if grid is not None:
             return interpolate_raster_bias(upcast(self.rel_pos_bias), grid)
         entries, center = self.rel_pos_bias.shape[0], self.center
-        longest = min(center + 1, entries - center)
-        if length > longest:
+        max_length = min(center + 1, entries - center)
+        if length > max_length:
             tokens = length if count is None or mode() >= COMPILED else count()
-            if tokens <= longest:
-                return nn.functional.pad(self(longest), [length - longest] * 2)
+            if tokens <= max_length:
+                return nn.functional.pad(self(max_length), [length - max_length] * 2)
             raise ValueError(
                 f"a simple relative bias with {entries} entries, distance 0 at entry {center}, supports at most "
-                f"{longest} positions, got {tokens}; shorten the input or increase `max_positions` (with chunks "
+                f"{max_length} positions, got {tokens}; shorten the input or increase `max_positions` (with chunks "
                 "`chunk_size`)"
             )
         return upcast(self.rel_pos_bias[center - length + 1 : center + length])
 
 
 class MegaRotaryRelativeBias(nn.Module):
-    """<R_i alpha, R_j b>, where R_t rotates the pairs (m, m + Z/2) of a vector by t 10000^(-2m/Z), for any length.
+    """<R_i alpha, R_j beta> for any length, where R_t rotates entries m and m + Z/2 by t 10000^(-2m/Z) radians.
 
-    The product depends only on j - i, so the vector over the distances costs `length` rotations.
-    `MegaPreTrainedModel._init_weights` initializes `alpha` and `b_param` (the paper's beta).
+    The product depends only on the distance j - i of a query i and a key j, so it is computed once per distance.
+    `MegaPreTrainedModel._init_weights` initializes `alpha` and `b_param` (beta).
     """
 
     def __init__(self, width: int):
@@ -312,31 +319,32 @@ class MegaRotaryRelativeBias(nn.Module):
         """Return the biases as `MegaSimpleRelativeBias` does; `grid` and `count` do not affect them."""
         alpha, beta = upcast(self.alpha), upcast(self.b_param)
         products = torch.cat((alpha, alpha.roll(alpha.shape[1] // 2, dims=1))) * beta
-        # Not as a matrix product, whose sums may depend on the number of rows.
+        # The sums of a matrix product may depend on the number of rows.
         return (rotations(length, alpha) * products.view(-1)).sum(dim=1)
 
 
-# Elements of the largest table that is kept.
+# Elements of the largest table in `_rotation_tables`.
 LARGEST_TABLE = 1 << 22
-# Tables of `rotations` by positions, pairs, dtype and device. None is removed, because a CUDA graph may read it.
+# Tables of `rotations` by positions, pairs, dtype and device. A CUDA graph may read a table, so none is removed.
 _rotation_tables: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
-def rotations(length: int, vector: torch.Tensor) -> torch.Tensor:
+def rotations(length: int, alpha: torch.Tensor) -> torch.Tensor:
     """Return the factors of alpha_1 beta_1, alpha_2 beta_2, alpha_2 beta_1 and alpha_1 beta_2, `[2 length - 1, 2 Z]`.
 
-    alpha_1 and alpha_2 are the halves of a vector like `vector` `[..., Z]`. The rows are the distances j - i from
-    `1 - length` to `length - 1`.
+    alpha_1 and alpha_2 are the halves of `alpha` `[..., Z]`, of which only the size, dtype and device are used. The
+    rows are the distances j - i from `1 - length` to `length - 1`.
     """
-    pairs, dtype, device = vector.shape[-1] // 2, vector.dtype, vector.device
-    positions = 1 << max(length - 1, 0).bit_length() if is_plain((vector,)) else 0
+    pairs, dtype, device = alpha.shape[-1] // 2, alpha.dtype, alpha.device
+    # A power of two, so that there are few tables. Only eager calls read tables.
+    positions = 1 << max(length - 1, 0).bit_length() if is_plain((alpha,)) else 0
     if not positions or 8 * positions * pairs > LARGEST_TABLE:
         return compute_rotations(length, pairs, dtype, device)
     key = positions, pairs, dtype, device
     if (table := _rotation_tables.get(key)) is None:
         with torch.inference_mode(False), torch.no_grad():
             table = compute_rotations(positions, pairs, dtype, device)
-        # A CUDA graph owns the memory that it allocates.
+        # A table that is computed during capture is in the memory of the CUDA graph, so it cannot be reused.
         if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             _rotation_tables[key] = table
     return table[positions - length : positions + length - 1]
@@ -344,13 +352,13 @@ def rotations(length: int, vector: torch.Tensor) -> torch.Tensor:
 
 def compute_rotations(length: int, pairs: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     frequency = torch.exp(torch.arange(pairs, dtype=dtype, device=device) * -(math.log(10000.0) / pairs))
-    angle = torch.arange(1 - length, length, dtype=dtype, device=device)[:, None] * frequency
-    cosine, sine = angle.cos(), angle.sin()
+    radians = torch.arange(1 - length, length, dtype=dtype, device=device)[:, None] * frequency
+    cosine, sine = radians.cos(), radians.sin()
     return torch.cat((cosine, cosine, sine, -sine), 1)
 
 
 def build_relative_bias(config: MegaConfig, positions: int) -> MegaSimpleRelativeBias | MegaRotaryRelativeBias | None:
-    """Return the relative bias of `config`, None = none; a simple one has entries for `positions`."""
+    """Return the relative bias of `config` or None; a table has entries for sequences of `positions` positions."""
     if config.relative_positional_bias == "none":
         return None
     if config.relative_positional_bias == "simple":
@@ -366,9 +374,9 @@ def restore_columns(
     key_layout: Layout,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `attended` `[B, T, V]` and attention weights `[B, 1, T, S]` in the columns of the batch.
+    """Return `attended` `[B, T, V]` in `layout`, and attention weights `[B, 1, T, S]` in the columns of the batch.
 
-    If a layout moves columns, `attended` is computed from the returned weights, so that they have a gradient.
+    If a layout moves columns, `attended` is computed again from the returned weights, so that they have a gradient.
     """
     restored = key_layout.scatter_weights(layout.scatter_weights(weights, 2), 3)
     if restored is weights:
@@ -378,7 +386,10 @@ def restore_columns(
 
 
 class MegaEmbeddings(nn.Module):
-    """Tokens, real values or patches; only patches have position embeddings."""
+    """Embeddings of tokens, real values or patches; only patches have position embeddings.
+
+    `forward` expects the output of the embedding module. It applies scale, projection, positions and token types.
+    """
 
     word_embeddings: MegaAdaptiveEmbedding | nn.Embedding
 
@@ -430,17 +441,17 @@ class MegaMovingAverage(nn.Module):
 
     def __init__(self, config: MegaConfig):
         super().__init__()
-        rows = config.hidden_size * (2 if config.bidirectional else 1)
+        channel_rows = config.hidden_size * (2 if config.bidirectional else 1)
         states, dtype = config.ema_projection_size, exact_dtype()
-        self.damping_factor = nn.Parameter(torch.empty(rows, states, 1, dtype=dtype))
-        self.decay_factor = nn.Parameter(torch.empty(rows, states, 1, dtype=dtype))
-        self.ema_expansion_matrix = nn.Parameter(torch.empty(rows, states, 1, dtype=dtype))
-        self.kernel_projection_matrix = nn.Parameter(torch.empty(rows, states, dtype=dtype))
+        self.damping_factor = nn.Parameter(torch.empty(channel_rows, states, 1, dtype=dtype))
+        self.decay_factor = nn.Parameter(torch.empty(channel_rows, states, 1, dtype=dtype))
+        self.ema_expansion_matrix = nn.Parameter(torch.empty(channel_rows, states, 1, dtype=dtype))
+        self.kernel_projection_matrix = nn.Parameter(torch.empty(channel_rows, states, dtype=dtype))
         self.residual_weight = nn.Parameter(torch.empty(config.hidden_size, dtype=dtype))
         self.shift, self.truncation = config.ema_shift, config.truncation
 
     def forward(self, hidden_states: torch.Tensor, layout: Layout, cache: MegaCacheLayer | None = None) -> torch.Tensor:
-        # Typed, because `*parameters` of unknown length could also be the arguments that follow.
+        # With a tuple of unknown length, mypy assumes that `*parameters` also fills the arguments after it.
         parameters: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
         parameters = derive(self, "parameters", hidden_states, self.flat)
         skip, options = self.residual_weight, layout.options()
@@ -454,8 +465,8 @@ class MegaMovingAverage(nn.Module):
         if state is not None and hidden_states.shape[1] == 1:
             coefficients = None
             if self.truncation is None and keeps_derived(hidden_states):
-                compute = partial(ema_coefficients, *parameters, dtype=state.dtype)
-                coefficients = derive(self, "coefficients", hidden_states, compute, state.dtype)
+                compute_coefficients = partial(ema_coefficients, *parameters, dtype=state.dtype)
+                coefficients = derive(self, "coefficients", hidden_states, compute_coefficients, state.dtype)
             mask = None if layout.mask is None else layout.mask[:, 0]
             output, state = damped_ema_step(
                 hidden_states[:, 0], state, *parameters, skip, mask=mask, coefficients=coefficients
@@ -468,7 +479,7 @@ class MegaMovingAverage(nn.Module):
         return output
 
     def flat(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the parameters of `damped_ema`."""
+        """Return the parameters in the shape that `damped_ema` requires, `[R, N]`; R = 2 d if bidirectional, else d."""
         damping, decay, expansion = self.damping_factor, self.decay_factor, self.ema_expansion_matrix
         return damping.squeeze(-1), decay.squeeze(-1), expansion.squeeze(-1), self.kernel_projection_matrix
 
@@ -478,8 +489,8 @@ class MegaGatedAttention(nn.Module):
 
     def __init__(self, config: MegaConfig, drop_path_rate: float = 0.0):
         super().__init__()
-        self.config = config  # of a loaded model, `chunk_size` can be changed
-        # Read here: `PreTrainedConfig.__getattribute__` is slow.
+        self.config = config  # `forward` reads it, because `chunk_size` can be changed later
+        # `PreTrainedConfig.__getattribute__` is slow, so `forward` reads attributes instead.
         self.causal, self.pre_norm = config.is_decoder, config.normalize_before_mega
         self.function = config.attention_activation
         width, values, shared = config.hidden_size, config.intermediate_size, config.shared_representation_size
@@ -506,10 +517,10 @@ class MegaGatedAttention(nn.Module):
         cache: MegaCacheLayer | None = None,
         grid: tuple[int, int] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return states `[B, T, d]`, and with `output_weights` the attention weights `[B, chunks, C, C]`.
+        """Return states `[B, T, d]`, and with `output_weights` the attention weights `[B, chunks, C, C]`, else None.
 
-        With `cache`, the sequences continue from the cache, which is updated in place. `grid` is the number of rows and
-        columns of patches of images.
+        If `cache` is given, the sequences continue from the cache, which is updated in place. For images, `grid`
+        specifies the rows and columns of patches.
         """
         residual, chunk = hidden_states, self.config.attention_chunk
         if self.pre_norm:
@@ -520,15 +531,15 @@ class MegaGatedAttention(nn.Module):
             smoothed = self.dropout(self.ema_gate(hidden_states, layout, cache), layout)
         update, shared, reset, candidate = self.mx_proj(smoothed).split(self.sizes, dim=-1)
         shared, reset = nn.functional.silu(shared), nn.functional.silu(reset)
-        # Two products: the keys in a cache would be a view of a joint product, which would keep the queries alive.
-        rows = zip(self.qk_bias.unbind(), self.qk_weight.unbind(), strict=True)
-        query, key = (torch.addcmul(bias, shared, weight) for bias, weight in rows)
+        # Two products: a view of a joint product would keep the queries alive in the cache.
+        pairs = zip(self.qk_bias.unbind(), self.qk_weight.unbind(), strict=True)
+        query, key = (torch.addcmul(bias, shared, weight) for bias, weight in pairs)
         if cache is None:
             window = KeyWindow(key, value, chunk, **layout.key_rows())
         else:
             window = cache.extend(key, value, layout.mask, chunk)
         if output_weights:
-            window = window._replace(step=False)
+            window = window._replace(step=False)  # weights require the bias of a full chunk, not of a step
         dropout = self.attention_dropout.rate
         attended, weights = attend(
             query,
@@ -554,9 +565,9 @@ class MegaGatedAttention(nn.Module):
     def relative_bias(
         self, window: KeyWindow, grid: tuple[int, int] | None = None, cache: MegaCacheLayer | None = None
     ) -> torch.Tensor | None:
-        """Return the bias of a chunk, or of all positions, as a vector over their differences, None = no bias.
+        """Return the bias as a vector over the distances in a chunk (without chunks, in a sequence); None = no bias.
 
-        In a step, the bias has more positions than necessary, so that `generate` rarely computes it again.
+        For a single new position, the vector is longer than necessary, so that later steps of `generate` reuse it.
         """
         relative_bias = self.rel_pos_bias
         if relative_bias is None:
@@ -566,30 +577,32 @@ class MegaGatedAttention(nn.Module):
         if window.step and cache is not None and not is_simple:
             length = max(length, cache.keys.shape[1]) if chunk is None else 2 ** max(6, (length - 1).bit_length())
         if chunk is not None:
-            # A table contains a chunk, and programs support every length. After an offset, queries can be anywhere.
-            is_entire = is_simple or mode() >= COMPILED or (window.offset > 0 and not window.step)
-            length, grid = chunk if is_entire else min(chunk, length), None
+            # Use the distances of a full chunk if a table has them anyway, the length is unknown (in programs), or
+            # queries start inside a chunk.
+            is_full = is_simple or mode() >= COMPILED or (window.offset > 0 and not window.step)
+            length, grid = chunk if is_full else min(chunk, length), None
 
-        def count() -> int:
+        def count_tokens() -> int:
             if cache is not None:
-                # A CUDA graph cannot read positions; the steps before its capture have read them.
+                # Positions cannot be read during the capture of a CUDA graph. Earlier steps have checked them.
                 return 0 if is_capturing(cache.position) else int(cache.position.max())
             return window.length() if window.mask is None else int(window.mask.sum(dim=1).max())
 
-        def compute() -> torch.Tensor:
-            return relative_bias(length, grid, count)
+        def compute_bias() -> torch.Tensor:
+            return relative_bias(length, grid, count_tokens)
 
         if not window.step or cache is None:
-            return compute()
-        bias: torch.Tensor | None = derive(cache, "bias", window.keys, compute, length)
+            return compute_bias()
+        bias: torch.Tensor | None = derive(cache, "bias", window.keys, compute_bias, length)
         return bias
 
 
 class MegaGatedCrossAttention(nn.Module):
-    """Compute u * act(W_h(A V * r)) + (1 - u) * x: gates u, r and queries from x, keys and values from the source.
+    """Compute u * act(W_h(A V * r)) + (1 - u) * x, with attention weights A.
 
-    In the relative bias, positions of source and target count from the first token after padding. The paper evaluates
-    cross-attention on WMT'16 (section 4.4) without a formula; this class implements the original code.
+    The gates u, r and the queries are computed from the target x, keys and values V from the source. In the relative
+    bias, positions of target and source count from the first token after padding. The paper evaluates cross-attention
+    on WMT'16 (section 4.4) without a formula; this class implements the original code.
     """
 
     def __init__(self, config: MegaConfig):
@@ -623,11 +636,11 @@ class MegaGatedCrossAttention(nn.Module):
         Args:
             hidden_states: States of the target, `[B, T, d]`, in `layout`.
             layout: Layout of the target.
-            encoder_hidden_states: States of the source, `[B, S, d]`, in `encoder_layout`. None with a filled cache.
+            encoder_hidden_states: States of the source, `[B, S, d]`, in `encoder_layout`. None if the source is cached.
             encoder_layout: Layout of the source.
             output_weights: Return the attention weights.
-            cache: Cache of the self-attention, which already contains the T positions.
-            cross_cache: Cache of keys and values of the source.
+            cache: Cache of the self-attention, which already contains the T positions of the target.
+            cross_cache: Cache of the keys and values of the source, filled by the first call.
         """
         residual = hidden_states
         if self.config.normalize_before_mega:
@@ -664,28 +677,28 @@ class MegaGatedCrossAttention(nn.Module):
     def count_tokens(
         self, query: torch.Tensor, key: torch.Tensor, layout: Layout, source: Layout, cache: MegaCacheLayer | None
     ) -> int:
-        """Return the greatest number of tokens of a target or a source; arguments as in `positions`."""
-        target = layout.counts() if cache is None else cache.position
-        pairs = (target, query.shape[1]), (source.counts(), key.shape[1])
+        """Return the number of tokens of the longest target or source; arguments as in `positions`."""
+        target_count = layout.counts() if cache is None else cache.position
+        pairs = (target_count, query.shape[1]), (source.counts(), key.shape[1])
         return max(size if count is None else int(count.max()) for count, size in pairs)
 
     def positions(
         self, query: torch.Tensor, key: torch.Tensor, layout: Layout, source: Layout, cache: MegaCacheLayer | None
     ) -> tuple[int, int, torch.Tensor | None]:
-        """Return the number of positions of the bias, and the `offset` and `row_offset` of the queries.
+        """Return the number of positions that the bias must cover, and `offset` and `row_offset` of `gated_attention`.
 
-        If `cache` is given, the queries are the last positions of the sequences.
+        If `cache` is given, the queries are the last positions of the target.
         """
-        seen, start, source_start = query.shape[1], layout.start(), source.start()
-        offset, positions = 0, max(seen, key.shape[1])
+        length, start, source_start = query.shape[1], layout.start(), source.start()
+        offset, positions = 0, max(length, key.shape[1])
         if cache is not None:
-            start = cache.position - (seen if layout.lengths is None else layout.lengths)
+            start = cache.position - (length if layout.lengths is None else layout.lengths)
             if mode() != EXPORTED:
-                offset, positions = cache.seen - seen, max(cache.seen, key.shape[1])
+                offset, positions = cache.seen - length, max(cache.seen, key.shape[1])
                 start = start - offset
             elif self.config.relative_positional_bias == "simple":
                 positions = self.config.cross_positions
-            else:  # a bound: lengths of exported programs are symbolic
+            else:  # both lengths are symbolic in an exported program, so their sum is used as an upper bound
                 longest: Any = cache.position.max().item()
                 torch._check(longest >= 1)
                 positions = longest + key.shape[1]
@@ -718,7 +731,7 @@ class MegaNormalizedFeedForwardNetwork(nn.Module):
 
 
 class MegaBlock(GradientCheckpointingLayer):
-    """One Mega block (Figure 2): gated attention, in a decoder cross-attention, then the feed-forward layer."""
+    """One Mega block (Figure 2): gated attention, then optional cross-attention and feed-forward layer."""
 
     def __init__(self, config: MegaConfig, drop_path_rate: float = 0.0):
         super().__init__()
@@ -752,7 +765,7 @@ class MegaBlock(GradientCheckpointingLayer):
 
 
 class MegaDense(nn.Module):
-    """A dense layer with an activation: the pooler and the output projection."""
+    """Dense layer with an activation, used as the pooler and as the output projection."""
 
     def __init__(self, config: MegaConfig, activation: str):
         super().__init__()
@@ -772,7 +785,7 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
     body_options = {"add_pooling_layer": False}
     cache_class, seq2seq_cache_class = MegaCache, MegaSeq2SeqCache
     _no_split_modules = ["MegaBlock"]
-    # Half precision cannot represent decays near 1 (1 - q down to 1e-5).
+    # Half precision cannot represent the decay q = 1 - alpha delta of a state near 1 (1 - q down to 1e-5).
     _keep_in_fp32_modules_strict = ["ema_gate"]
     # Placeholder buffers of the original code, with arbitrary content.
     _keys_to_ignore_on_load_unexpected = [r"rel_pos_bias\._float_tensor$"]
@@ -815,7 +828,7 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
         elif isinstance(module, MegaScaleNorm) and module.scalar is not None:
             init.ones_(module.scalar)
         elif isinstance(module, nn.Embedding) and config.scale_embedding:
-            # `scale_embedding` multiplies by sqrt(d), so that entries are around 1.
+            # `scale_embedding` multiplies embeddings by sqrt(d), so that their standard deviation is around 1.
             init.normal_(module.weight, std=module.embedding_dim**-0.5)
         elif isinstance(module, nn.Conv2d):  # patch embeddings
             bound = module.weight[0].numel() ** -0.5
@@ -837,7 +850,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
     def __init__(self, config: MegaConfig, add_pooling_layer: bool = True):
         super().__init__(config)
         if config.legacy_bias_table:
-            self.built_with["chunk_size"] = config.chunk_size  # the center of the table
+            self.built_with["chunk_size"] = config.chunk_size  # determines the center of the bias table
         self.closes_gaps = config.input_type != "patches"  # patches keep their places in the image
         self.embedding_layer = MegaEmbeddings(config)
         self.embedding_norm = MegaSequenceNorm(config, config.norm_affine) if config.embedding_norm else None
@@ -886,33 +899,34 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
 
         Args:
             input_ids: `[B, T]` tokens (`input_type="tokens"`).
-            attention_mask: `[B, T]`, 1 = keep, 0 = drop. None = all positions, with `input_ids` all that are not
-                `pad_token_id`. Dropped positions have no effect, even between kept positions (patches keep their
-                positions), and their inputs may be NaN. Values other than 0 and 1 raise an error on CPU outside of
-                compiled and exported programs; otherwise all values but 0 keep.
-            token_type_ids: `[B, T]`, less than `type_vocab_size` with `add_token_type_embeddings`, without which only 0
-                is supported. None = all 0.
+            attention_mask: `[B, T]`, 1 = keep, 0 = drop. None = keep all positions or, with `input_ids`, all that are
+                not `pad_token_id`. Dropped positions have no effect, even between kept positions, and their inputs may
+                be NaN; only dropped patches still count as positions. Values other than 0 and 1 raise an error on CPU
+                outside of compiled and exported programs; elsewhere they are treated as 1.
+            token_type_ids: `[B, T]`, less than `type_vocab_size`; without `add_token_type_embeddings`, only 0 is
+                supported. None = all 0.
             inputs_embeds: `[B, T, d]` embeddings instead of tokens, values or patches.
-            input_values: `[B, T]` real numbers (`input_type="values"`), `[B, T, C]` with `num_channels=C`.
-            cache: Only with `is_decoder`: cache of the positions before these, which is updated in place.
-                `attention_mask` is for the T positions, or for these and all before them.
+            input_values: `[B, T]` real numbers (`input_type="values"`), or `[B, T, num_channels]`.
+            cache: Only with `is_decoder`: cache of earlier positions, which is updated in place. `attention_mask` then
+                applies to the T new positions, or to all earlier and new positions.
             use_cache: Only with `is_decoder`: return the cache. None = `config.use_cache`, but not in training.
-            encoder_hidden_states: `[B, S, d]`, only with `add_cross_attention`: the source, which is also cached.
+            encoder_hidden_states: `[B, S, d]`, only with `add_cross_attention`: states of the source. With a cache,
+                keys and values of the source are cached as well.
             encoder_attention_mask: `[B, S]`, 1 = keep. None = all. Attention to a source without tokens is 0.
-            pixel_values: `[B, C, H, W]` images (`input_type="patches"`); the T positions are their patches in
-                row-major order.
+            pixel_values: `[B, num_channels, height, width]` images (`input_type="patches"`); the T positions are their
+                patches in row-major order.
             interpolate_pos_encoding: Support images of any size that is a multiple of the patch size: interpolate
                 position embeddings (bicubic) and the table of a simple bias.
             options: `output_hidden_states`, `output_attentions`, `return_dict`, and for padding-free batches (see
                 `DataCollatorWithFlattening`) `position_ids` `[B, T]`, which restart at every sequence, `seq_idx`
-                `[B, T]`, or `cu_seq_lens_q` `[S + 1]` and `max_length_q` (`cu_seq_lens_k` and `max_length_k` must be
-                equal). Padding-free batches support no cache, and only `seq_idx` supports an `attention_mask`.
-                Otherwise `position_ids` must equal `attention_mask.cumsum(1) - 1`.
+                `[B, T]`, or `cu_seq_lens_q` `[sequences + 1]` and `max_length_q` (`cu_seq_lens_k` and `max_length_k`
+                must be equal). Padding-free batches support no cache, and only `seq_idx` supports an `attention_mask`.
+                In other batches, `position_ids` must equal `attention_mask.cumsum(1) - 1`.
 
         Returns:
             `last_hidden_state` `[B, T, d]` (undefined at padding), `pooler_output` `[B, d]` or None (also for
-            padding-free batches), `cache` or None, `hidden_states` N + 1 of `[B, T, d]`, `attentions` N of
-            `[B, chunks, C, C]`, `cross_attentions` N of `[B, 1, T, S]`.
+            padding-free batches), `cache` or None, and tuples: `hidden_states` with `[B, T, d]` before and after each
+            layer, `attentions` with `[B, chunks, C, C]` and `cross_attentions` with `[B, 1, T, S]` for each layer.
 
         Raises:
             ValueError: Not exactly one kind of input, an empty batch, an invalid mask, a sequence longer than the bias
@@ -942,14 +956,15 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         )
         layout = inputs.layout
         types = None if inputs.token_type_ids is None else layout.gather(inputs.token_type_ids)
-        hidden_states = self.start(embed(self, inputs), layout, types, grid)
-        recorded = layout.scatter(hidden_states) if inputs.output_states else None
+        hidden_states = self.embed_inputs(embed(self, inputs), layout, types, grid)
+        # The states of `output_hidden_states` have gradients only if the next layer reads them.
+        batch_states = layout.scatter(hidden_states) if inputs.output_states else None
         caches: Any = [(None, None)] * len(self.layers)
         if inputs.model_cache is not None:
             caches = layer_caches(inputs.cache, inputs.cross_cache, len(self.layers))
         for layer, (own_cache, cross_cache) in zip(self.layers, caches, strict=True):
-            if recorded is not None:
-                hidden_states = layout.gather(recorded)
+            if batch_states is not None:
+                hidden_states = layout.gather(batch_states)
             hidden_states = layer(
                 hidden_states,
                 layout,
@@ -960,21 +975,21 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
                 cross_cache=cross_cache,
                 grid=grid,
             )
-            if recorded is not None:
-                recorded = self.recorder(recorded, layout.scatter(hidden_states))
-        hidden_states = scatter_states(inputs, self.finish(hidden_states, layout))
-        pooled = None
+            if batch_states is not None:
+                batch_states = self.recorder(batch_states, layout.scatter(hidden_states))
+        hidden_states = scatter_states(inputs, self.final_states(hidden_states, layout))
+        pooler_output = None
         if self.pooler is not None and layout.has_rows():
-            pooled = self.pooler(first_token(hidden_states, inputs.mask))
+            pooler_output = self.pooler(first_token(hidden_states, inputs.mask))
         return BaseModelOutputWithPoolingAndCrossAttentions(
-            last_hidden_state=hidden_states, pooler_output=pooled, **cache_field(inputs.model_cache)
+            last_hidden_state=hidden_states, pooler_output=pooler_output, **cache_field(inputs.model_cache)
         )
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the embedding of tokens, of real values or of patches."""
         return getattr(self.embedding_layer, self._input_embed_layer)
 
-    def start(
+    def embed_inputs(
         self,
         embeddings: torch.Tensor,
         layout: Layout,
@@ -986,10 +1001,10 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         if self.embedding_norm is not None:
             hidden_states = self.embedding_norm(hidden_states, layout)
         hidden_states = self.embedding_dropout(hidden_states, layout)
-        # The batch norm of the original includes padding, whose states are then 0.
+        # In the original, the statistics of batch norms include padding, and the states at padding are 0.
         return layout.clear_padding(hidden_states) if self.config.padded_batch_statistics else hidden_states
 
-    def finish(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def final_states(self, hidden_states: torch.Tensor, layout: Layout) -> torch.Tensor:
         """Return the states `[B, T, d]` for the heads."""
         if self.final_norm is not None:
             hidden_states = self.final_norm(hidden_states, layout)
@@ -1019,7 +1034,7 @@ class MegaForMaskedLM(GenericForMaskedLM, MegaPreTrainedModel):
 
 
 class MegaClassificationHead(ClassificationHead):
-    """Classification head. Its first layer has the name of transformers v4."""
+    """Classification head whose first layer is named `dense`, as in transformers v4."""
 
     def name_layers(self, layers: list[nn.Linear]) -> None:
         self.dense, self.deeper = layers[0] if layers else None, nn.ModuleList(layers[1:])
@@ -1120,16 +1135,16 @@ class MegaForQuestionAnswering(GenericForQuestionAnswering, MegaPreTrainedModel)
     output_class = QuestionAnsweringModelOutput
 
 
-_WORDS = "embedding_layer.word_embeddings.weight"
+_WORD_EMBEDDINGS = "embedding_layer.word_embeddings.weight"
 
 
 class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedModel):
-    """Mega with a language-modeling head; generates at constant memory if attention is in chunks.
+    """Mega with a language-modeling head. Generation uses constant memory if attention is restricted to chunks.
 
     Requires `is_decoder=True` and `bidirectional=False`.
     """
 
-    _tied_weights_keys = {"lm_head.weight": f"mega.{_WORDS}"}
+    _tied_weights_keys = {"lm_head.weight": f"mega.{_WORD_EMBEDDINGS}"}
     output_class = CausalLMOutputWithCrossAttentions
     mega: MegaModel
     lm_head: Any  # nn.Linear or MegaAdaptiveSoftmax
@@ -1146,10 +1161,10 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.lm_head_bias)
         else:
             self.lm_head = MegaAdaptiveSoftmax(config)
-            self._tied_weights_keys = {}  # tied weights of an adaptive softmax have a single name
+            self._tied_weights_keys = {}  # tied weights are parameters of the embedding only
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the output layer, or None for an adaptive softmax, which has several."""
+        """Return the output layer, or None for an adaptive softmax, which has several output layers."""
         return None if self.config.adaptive_softmax_cutoffs is not None else super().get_output_embeddings()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -1182,11 +1197,11 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         """Predict the next token of each position from the inputs of `MegaModel.forward`.
 
         `labels` `[B, T]` are token ids, usually `input_ids`; the loss shifts them and ignores -100. The keyword
-        argument `shift_labels` `[B, T]` replaces them: the token that follows each position, including the last.
+        argument `shift_labels` `[B, T]` replaces `labels`: the token after each position, including the last position.
 
         `logits` are `[B, T, vocab_size]`, restricted to the last `logits_to_keep` positions or to the positions in
-        `logits_to_keep` if it is a tensor. With an adaptive softmax they are log-probabilities, or None if labels are
-        given.
+        `logits_to_keep` if it is a tensor. The logits of an adaptive softmax are log-probabilities, or None if labels
+        are given.
 
         Raises:
             ValueError: As in `MegaModel.forward`, and if labels do not match the positions of `logits_to_keep`.
@@ -1215,16 +1230,16 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
         targets: torch.Tensor | None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the loss and the logits. An adaptive softmax returns only one of the two, the loss if labels exist."""
+        """Return the loss and the logits; an adaptive softmax returns the loss if labels are given, else the logits."""
         if self.config.adaptive_softmax_cutoffs is None:
             return super().score_next(hidden_states, labels, targets, **kwargs)
         hidden_states = self._project(hidden_states)
-        # Not the module itself: accelerate moves modules in arguments, and fails if the weights are offloaded.
+        # A method, because Accelerate moves modules in arguments, which fails if their weights are offloaded.
         embedding = self.mega.get_input_embeddings().__call__
         if targets is None:
             return None, self.lm_head(hidden_states.flatten(0, 1), embedding).unflatten(0, hidden_states.shape[:2])
-        counted = targets != -100
-        hidden_states, targets, count = hidden_states[counted], targets[counted], counted.sum()
+        has_label = targets != -100
+        hidden_states, targets, count = hidden_states[has_label], targets[has_label], has_label.sum()
         total = checked_loss(
             lambda: self.lm_head.loss(hidden_states, targets, embedding), targets, self.config.vocab_size
         )
@@ -1242,7 +1257,7 @@ class MegaSeq2SeqModel(Seq2SeqBody, MegaPreTrainedModel):
     """
 
     config_class = MegaSeq2SeqConfig
-    _tied_weights_keys = {f"decoder.{_WORDS}": f"encoder.{_WORDS}"}
+    _tied_weights_keys = {f"decoder.{_WORD_EMBEDDINGS}": f"encoder.{_WORD_EMBEDDINGS}"}
 
 
 class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTrainedModel):
@@ -1250,7 +1265,7 @@ class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTra
 
     config_class = MegaSeq2SeqConfig
     body_class = MegaSeq2SeqModel
-    _tied_weights_keys = {"lm_head.weight": f"mega.decoder.{_WORDS}"}
+    _tied_weights_keys = {"lm_head.weight": f"mega.decoder.{_WORD_EMBEDDINGS}"}
     output_class = Seq2SeqLMOutput
     mega: MegaSeq2SeqModel
     lm_head: nn.Linear
@@ -1266,11 +1281,11 @@ class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTra
     ) -> Any:
         """Prepare the cache; raise `ValueError` if targets could exceed the relative bias tables."""
         decoder = self.mega.decoder.config
-        tables = [decoder.cross_positions, *([] if decoder.use_chunking else [decoder.max_positions])]
-        if decoder.relative_positional_bias == "simple" and length > min(tables):
+        table_lengths = [decoder.cross_positions, *([] if decoder.use_chunking else [decoder.max_positions])]
+        if decoder.relative_positional_bias == "simple" and length > min(table_lengths):
             raise ValueError(
                 f"max_length={length + 1} requires {length} positions of the decoder, but its "
-                f"relative bias has {min(tables)}; reduce max_length"
+                f"relative bias has {min(table_lengths)}; reduce max_length"
             )
         super()._prepare_cache_for_generation(config, model_kwargs, mode, batch, length)
 

@@ -1,7 +1,7 @@
-"""Compute the coefficients of both averages from their parameters, and powers of q in real numbers.
+"""Compute the coefficients of the recurrence from the parameters of an operator, and powers of q in real numbers.
 
 q = exp(log_decay + 2 pi i turn); `turn` is None if q is real. The number of turns is float64: over thousands of
-positions a float32 angle would be off by entire turns. The angle is rounded to float32 after removing them.
+positions a float32 angle would be off by entire turns. The angle is rounded to float32 after removing entire turns.
 
 The gradients of the coefficients are in closed form. Autograd would run some sixty operations on tensors of a few
 thousand numbers, which takes as long as the average of a short batch. Compiled and exported programs use autograd.
@@ -20,13 +20,14 @@ from .._export import expm1, log1p
 from .._mode import TRANSFORMED, mode
 from ..upcast import upcast_dtype
 
-LEAST = 1e-30  # lower bound of q, where the gradient of log q is 0
+LEAST = 1e-30  # lower bound of q; below, the gradient of log q is 0
 
 
 class Coefficients(NamedTuple):
-    """log |q|, its angle in turns (float64, None = real), and the weights of the input in the state and of the state.
+    """Coefficients of h_t = q h_{t-1} + p x_t, y_t = Re sum_n w_n h_{t,n}, `[R, N]` each.
 
-    `[R, N]` each. The last weight of a complex average is `[D, N, 2]`, real pairs.
+    `log_decay` is log |q|, `turn` the angle of q in turns (float64, None = real), `weight_in` p, and `weight_out` w,
+    for complex states real pairs `[D, N, 2]`.
     """
 
     log_decay: Tensor
@@ -41,7 +42,7 @@ class Coefficients(NamedTuple):
 
     @property
     def components(self) -> int:
-        """The real numbers in a state: 1 or 2."""
+        """P, the number of real numbers in a state: 1 or 2."""
         return 1 if self.turn is None else 2
 
 
@@ -50,15 +51,15 @@ def with_coefficients(
 ) -> Arguments:
     """Return a call with coefficients instead of parameters, in float32 or float64.
 
-    `compute` returns the coefficients of the parameters; None = these themselves. A step may get them from an earlier
-    call.
+    `compute` returns the coefficients of the parameters; None = use the parameters as coefficients. A call of a step
+    may already contain `coefficients`.
     """
     dtype = upcast_dtype(x, *parameters)
     if coefficients is None:
         coefficients = tuple([parameter.to(dtype) for parameter in parameters])
         coefficients = coefficients if compute is None else compute(*coefficients)
     for name in ("skip", "state", "initial_state"):
-        if (value := rest.get(name)) is not None and value.dtype != dtype:  # `to` takes time in any case
+        if (value := rest.get(name)) is not None and value.dtype != dtype:  # `to` takes time even without a conversion
             rest[name] = value.to(dtype)
     return {"x": x, "coefficients": coefficients, **rest}
 
@@ -66,8 +67,8 @@ def with_coefficients(
 def log_decay(input_logit: Tensor, damping_logit: Tensor) -> Tensor:
     """Return log q = log(1 - sigmoid(input_logit) sigmoid(damping_logit)), at least log(1e-30), with finite gradients.
 
-    For the product p, log(1 - p) loses slow decays, for which p is below the rounding error of 1; log1p(-p) loses fast
-    decays, for which p rounds to 1.
+    For the product s of both sigmoids, log(1 - s) loses slow decays, for which s is below the rounding error of 1;
+    log1p(-s) loses fast decays, for which s rounds to 1.
     """
     product = torch.sigmoid(input_logit) * torch.sigmoid(damping_logit)
     log_product = nn.functional.logsigmoid(input_logit) + nn.functional.logsigmoid(damping_logit)
@@ -82,7 +83,7 @@ def log_decay(input_logit: Tensor, damping_logit: Tensor) -> Tensor:
 def damped_formula(
     input_logit: Tensor, damping_logit: Tensor, expansion: Tensor, projection: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log q, the weight p beta of the input in the state, and the weight eta / sqrt(N) of the state."""
+    """Return log q, the weight p beta of the input in the state, and the weight eta / sqrt(N) of the state in y."""
     weight_in = torch.sigmoid(input_logit) * expansion
     return log_decay(input_logit, damping_logit), weight_in, projection / math.sqrt(projection.shape[-1])
 
@@ -107,7 +108,7 @@ def complex_coefficients(
 
 
 def angle(turn: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the angle of a number of turns, without entire turns."""
+    """Return the angle of a number of turns in radians, without entire turns."""
     return (turn - torch.round(turn)).to(dtype) * (2 * math.pi)
 
 
@@ -116,8 +117,8 @@ def powers(log_decay: Tensor, turn: Tensor | None, exponents: Tensor) -> Tensor:
     size = torch.exp(log_decay[..., None] * exponents.to(log_decay.dtype))
     if turn is None:
         return size[..., None, :]
-    phase = angle(turn[..., None] * exponents.double(), log_decay.dtype)
-    return torch.stack((size * torch.cos(phase), size * torch.sin(phase)), -2)
+    radians = angle(turn[..., None] * exponents.double(), log_decay.dtype)
+    return torch.stack((size * torch.cos(radians), size * torch.sin(radians)), -2)
 
 
 def powers_less_one(log_decay: Tensor, turn: Tensor | None, exponent: int) -> Tensor:
@@ -125,9 +126,9 @@ def powers_less_one(log_decay: Tensor, turn: Tensor | None, exponent: int) -> Te
     loss = expm1(log_decay * exponent)
     if turn is None:
         return loss[..., None]
-    phase = angle(turn * exponent, log_decay.dtype)
-    real = loss * torch.cos(phase) - 2.0 * torch.sin(0.5 * phase).square()
-    return torch.stack((real, (loss + 1.0) * torch.sin(phase)), -1)
+    radians = angle(turn * exponent, log_decay.dtype)
+    real = loss * torch.cos(radians) - 2.0 * torch.sin(0.5 * radians).square()
+    return torch.stack((real, (loss + 1.0) * torch.sin(radians)), -1)
 
 
 def times(a: Tensor, b: Tensor) -> Tensor:
@@ -151,7 +152,10 @@ def diagonal_coefficients(*parameters: Tensor) -> Coefficients:
 
 
 def step_coefficients(of: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q - 1, p and w for steps, all as real pairs if q is complex; w is conjugate."""
+    """Return q - 1, p and w for steps, all as real pairs if q is complex.
+
+    w is conjugated, so that Re(w h) is the sum of products of both components.
+    """
     if of.turn is None:
         return expm1(of.log_decay), of.weight_in, of.weight_out
     entry = torch.stack((of.weight_in, torch.zeros_like(of.weight_in)), -1)
@@ -211,7 +215,7 @@ class _Coefficients(Function):
         input_logit, damping_logit, expansion = ctx.saved_tensors
         weight, damping = torch.sigmoid(input_logit), torch.sigmoid(damping_logit)
         rest, undamped = torch.sigmoid(-input_logit), torch.sigmoid(-damping_logit)
-        # Without cancellation: 1 - q is the product of two sigmoids, and q is a sum of their complements.
+        # q = 1 - weight damping would lose digits by cancellation, so it is computed as a sum.
         q = torch.addcmul(rest, weight, undamped)
         # d log q / d logit = -(1 - sigmoid(logit)) (1 - q) / q
         through = (grad_log_q * weight * damping / q).masked_fill(q < LEAST, 0.0)

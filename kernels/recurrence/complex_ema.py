@@ -53,7 +53,7 @@ def complex_ema(
     Returns:
         `[B, T, D]` in the dtype of `x`, or (output, states `[B, D, N, 2]`) if `return_state` is set. States and
         intermediate values are float32, also under autocast, or float64 if x or a parameter is float64. Gradients flow
-        through both states.
+        through the initial and the returned states.
 
     Raises:
         ValueError: if shapes or dtypes do not match, or the backend does not exist or does not support the call.
@@ -92,9 +92,9 @@ def complex_ema_step(
     """Apply `complex_ema` to one further position x `[B, D]`; return y `[B, D]` and the next state `[B, D, N, 2]`.
 
     For arguments and errors, see `complex_ema`; `mask` is `[B]`. Masked rows keep their states, and their y is
-    undefined. The given state is not modified. `coefficients` are the `complex_ema_coefficients` of the four
-    parameters; None = computed, which takes most of the time of a step. The backends `"native"` and `"triton"` compute
-    steps whose gradients are required in PyTorch.
+    undefined. `state` is not modified. `coefficients` are the `complex_ema_coefficients` of the four parameters;
+    None = computed, which takes most of the time of a step. With the backends `"native"` and `"triton"`, steps whose
+    gradients are required run in PyTorch.
     """
     check_position("complex_ema_step", x, mask, "channels")
     parameters = (input_logit, damping_logit, phase_logit, projection)

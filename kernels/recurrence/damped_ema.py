@@ -49,29 +49,29 @@ def damped_ema(
         projection: `[R, N]`; eta of the paper.
         skip: `[D]`; if given, the result is silu(y + skip x), otherwise y.
         mask: `[B, T]` bool, True = keep; None = all. Masked positions contribute 0 to the average (the states still
-            decay there); the skip uses x unmasked, with 0 for numbers that are not finite.
+            decay there). The skip also uses x at masked positions, with 0 instead of infinity and NaN.
         shift: bidirectional only. The average from the end starts at the next position, so that every position is
             included once; otherwise the position itself is included in both directions.
-        truncation: inputs that are at least this many positions away are excluded; None or below 1: no truncation.
+        truncation: exclude inputs that are at least this many positions away; None or below 1: no truncation.
         initial_state: `[B, D, N]` float32 or float64, causal only: the states before the first position; None = 0. With
             a truncation it is a `TruncatedEmaState` returned by an earlier call.
         return_state: causal only: also return the states after the last position.
-        lengths: `[B]` integers: the states are returned after this many positions of each row. The mask must drop the
-            positions that follow. None = T.
+        lengths: `[B]` integers: return the states after this many positions of each row. The mask must drop all later
+            positions. None = T.
         cu_seqlens: `[S + 1]` int32 or int64, for S varlen sequences: x is `[1, total, D]`, the mask `[1, total]`, and
             sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`. States are `[S, D, N]`. Each result equals the
             result of a separate call.
         max_seqlen: length of the longest sequence; None = computed from `cu_seqlens`, which synchronizes the device.
-            Compiled programs with `truncation` need it.
+            Compiled programs with `truncation` require `max_seqlen`.
         backend: one of `"auto"`, `"reference"`, `"torch"`, `"native"` (the C library on CPUs), `"triton"`; None = the
-            setting of `use_backend` or `LUNA_MEGA_BACKEND`. Triton supports up to 64 states per channel, and neither
-            truncation nor float64, as `"native"`. The other backends pad varlen sequences, or process them sequentially
-            if there are states.
+            setting of `use_backend` or `LUNA_MEGA_BACKEND`. `"triton"` supports up to 64 states per channel. `"triton"`
+            and `"native"` support neither truncation nor float64. `"reference"` and `"torch"` pad varlen sequences, or
+            process them sequentially if there are states.
 
     Returns:
         `[B, T, D]` in the dtype of `x`, or (output, states `[B, D, N]`) if `return_state` is set. States and
         intermediate values are float32, also under autocast, or float64 if x or a parameter is float64. Gradients flow
-        through both states.
+        through the initial and the returned states.
 
     Raises:
         ValueError: if shapes or dtypes do not match, `shift` is set without a second direction, states are used with
@@ -92,7 +92,7 @@ def damped_ema(
     sequences = check_sequences("damped_ema", x, mask, cu_seqlens, max_seqlen, **options)
     _check_directions(x, input_logit, shift, truncation, initial_state, return_state)
     if mask is not None and skip is not None:
-        x = torch.where(mask[..., None], x, x.nan_to_num(0.0, 0.0, 0.0))  # of the skip; the average masks x
+        x = torch.where(mask[..., None], x, x.nan_to_num(0.0, 0.0, 0.0))  # the skip uses x at masked positions
     parameters = (input_logit, damping_logit, expansion, projection)
     if truncation is not None and (return_state or initial_state is not None):
         if cu_seqlens is not None:
@@ -101,9 +101,9 @@ def damped_ema(
             )
 
         def run_again(x: Tensor, state: Tensor | None, parameters: tuple[Tensor, ...]) -> Any:
-            kept = None if lengths is None else mask
+            row_mask = None if lengths is None else mask
             again: Arguments = {"initial_state": state, "return_state": True, "lengths": lengths, "backend": backend}
-            return damped_ema(x, *parameters, mask=kept, **again)
+            return damped_ema(x, *parameters, mask=row_mask, **again)
 
         output, state = truncated(run_again, x, parameters, skip, mask, truncation, initial_state, lengths)
         return (output, state) if return_state else output
@@ -129,10 +129,10 @@ def damped_ema_step(
     """Apply the causal `damped_ema` to one further position x `[B, D]`; return y `[B, D]` and the state `[B, D, N]`.
 
     For arguments and errors, see `damped_ema`; R = D, and `mask` is `[B]`. Masked rows keep their states, and
-    their y is undefined. The given state is not modified. A `TruncatedEmaState` truncates at the length of its inputs.
-    `coefficients` are the `ema_coefficients` of the four parameters; None = computed, which takes half of the time of a
-    step. They are not supported with a `TruncatedEmaState`. The backends `"native"` and `"triton"` compute steps whose
-    gradients are required in PyTorch.
+    their y is undefined. `state` is not modified. A `TruncatedEmaState` truncates at the length of its inputs, and does
+    not support `coefficients`. `coefficients` are the `ema_coefficients` of the four parameters; None = computed, which
+    takes half of the time of a step. With the backends `"native"` and `"triton"`, steps whose gradients are required
+    run in PyTorch.
     """
     if x.dim() != 2 or input_logit.shape[:1] != x.shape[1:]:
         raise ValueError(
@@ -150,8 +150,8 @@ def damped_ema_step(
             return output[:, None], after
 
         column = None if mask is None else mask[:, None]
-        kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
-        output, after = truncated(run_again, kept[:, None], parameters, skip, column, state.inputs.shape[1], state)
+        signal = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
+        output, after = truncated(run_again, signal[:, None], parameters, skip, column, state.inputs.shape[1], state)
         pairs = zip(after, state, strict=True)
         return output[:, 0], TruncatedEmaState(*(keep_states(*pair, mask) for pair in pairs))
     _check("damped_ema_step", x, parameters, skip, state, ALL_TOKENS, coefficients)
@@ -164,7 +164,7 @@ def _check_directions(
     initial_state: Tensor | TruncatedEmaState | None, return_state: bool,
 ) -> None:  # fmt: skip
     channels, rows = x.shape[2], len(input_logit)
-    if rows != channels and rows != 2 * channels:  # Dynamo does not find symbolic sizes in a tuple
+    if rows != channels and rows != 2 * channels:  # not `in`: Dynamo does not find symbolic sizes in a tuple
         raise ValueError(
             f"damped_ema: {rows} rows of parameters fit neither {channels} channels (causal) nor twice that "
             "(bidirectional)"

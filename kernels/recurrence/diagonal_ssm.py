@@ -42,8 +42,8 @@ def discretize(
         raise ValueError(f"there is no method {method!r} of discretize; choose one of {', '.join(METHODS)}")
     fits = a.dim() == 2 and (step.shape == a.shape or step.shape == a.shape[:1])
     if not fits or weight is not None and weight.shape != a.shape:
-        found = ", ".join(str(None if x is None else list(x.shape)) for x in (a, step, weight))
-        raise ValueError(f"discretize needs a [R, N], a step [R] or [R, N], and a weight [R, N] or None, got {found}")
+        shapes = ", ".join(str(None if x is None else list(x.shape)) for x in (a, step, weight))
+        raise ValueError(f"discretize needs a [R, N], a step [R] or [R, N], and a weight [R, N] or None, got {shapes}")
     with without_autocast(a.device.type):
         a, step = _upcast(a), upcast(step if step.dim() == 2 else step[:, None])
         scaled = a * step
@@ -94,7 +94,7 @@ def diagonal_ssm(
         mask: `[B, T]` bool, True = keep; None = all. Masked positions contribute 0 to the states and the skip. The
             states still decay there.
         initial_state: causal only: the states before the first position, `[B, D, N]`, real or complex as the weight, or
-            pairs `[B, D, N, 2]`; float32, float64 or complex of these. None = 0.
+            pairs `[B, D, N, 2]`; float32, float64, complex64 or complex128. None = 0.
         return_state: causal only: also return the states after the last position.
         lengths: as in `damped_ema`.
         cu_seqlens: as in `damped_ema`; states are `[S, D, N]` or `[S, D, N, 2]`.
@@ -104,7 +104,7 @@ def diagonal_ssm(
     Returns:
         `[B, T, D]` in the dtype of `x`, or (output, states) if `return_state` is set. States are pairs if the weights
         are. States and intermediate values are float32 or complex64, also under autocast, or float64 or complex128 if x
-        or a parameter is. Gradients flow through both states.
+        or a parameter is. Gradients flow through the initial and the returned states.
 
     Raises:
         ValueError: if shapes or dtypes do not match, states are used with two directions, or the backend does not exist
@@ -124,7 +124,7 @@ def diagonal_ssm(
     sequences = check_sequences("diagonal_ssm", x, mask, cu_seqlens, max_seqlen, **options)
     parameters = _parameters("diagonal_ssm", log_decay, phase, weight)
     rows, channels = len(log_decay), x.shape[2]
-    if rows != channels and rows != 2 * channels:  # Dynamo does not find symbolic sizes in a tuple
+    if rows != channels and rows != 2 * channels:  # not `in`: Dynamo does not find symbolic sizes in a tuple
         raise ValueError(
             f"diagonal_ssm: {rows} rows of log_decay fit neither {channels} channels (causal) nor twice that "
             "(bidirectional)"
@@ -154,9 +154,9 @@ def diagonal_ssm_step(
     """Apply the causal `diagonal_ssm` to one further position x `[B, D]`; return y `[B, D]` and the next state.
 
     For arguments and errors, see `diagonal_ssm`; R = D, and `mask` is `[B]`. Masked rows keep their states, and their y
-    is undefined. The given state is not modified. `coefficients` are the `diagonal_ssm_coefficients` of the parameters;
-    None = computed, which takes most of the time of a step. Steps whose gradients are required run in PyTorch with the
-    backends `"native"` and `"triton"`, and with the latter also steps of real states.
+    is undefined. `state` is not modified. `coefficients` are the `diagonal_ssm_coefficients` of the parameters;
+    None = computed, which takes most of the time of a step. With the backends `"native"` and `"triton"`, steps whose
+    gradients are required run in PyTorch; with `"triton"`, steps of real states do as well.
     """
     check_position("diagonal_ssm_step", x, mask, "channels")
     parameters = _parameters("diagonal_ssm_step", log_decay, phase, weight)
@@ -183,7 +183,7 @@ def diagonal_ssm_coefficients(
 
 
 def _pairs(numbers: Tensor | None) -> Tensor | None:
-    """Return complex numbers as real pairs; others are unchanged."""
+    """Return complex numbers as real pairs; real tensors are unchanged."""
     return torch.view_as_real(numbers.resolve_conj()) if numbers is not None and numbers.is_complex() else numbers
 
 

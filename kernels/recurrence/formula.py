@@ -1,8 +1,8 @@
-"""The averages in an exported program: chunks and groups of chunks by real matrices, without FFT and without a loop.
+"""The averages in an exported program: real matrices for chunks and for groups of chunks, without FFT and loops.
 
 One program supports every length. For B sequences of T positions and D channels, it stores B T D numbers a few times,
-and D N (T / 2048)^2 numbers for the decays between groups. A complex state is a pair of real numbers: P = 2 parts, else
-P = 1.
+and D N (T / 2048)^2 numbers for the decays between groups. A state consists of P real numbers: 2 if it is complex, else
+1. M is the number of chunks, and N' = 2 N with two directions, else N.
 """
 
 import torch
@@ -23,7 +23,7 @@ def average(
     x: Tensor, coefficients: Coefficients, skip: Tensor | None = None, sequences: Sequences = ALL_TOKENS,
     shift: bool = False, truncation: int | None = None, initial_state: Tensor | None = None, return_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return `reference.average`, where the skip of real states is inside silu; complex states have one direction."""
+    """Return `reference.average`, with `silu` for real states; complex states support only one direction."""
     of, channels, mask = coefficients, x.shape[2], sequences.mask
     signal = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).to(of.log_decay.dtype)
     if truncation is not None:
@@ -49,7 +49,7 @@ def of_operator(
     x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor,
     weight_out: Tensor, initial: Tensor | None, chunk: int, length: int, shift: bool,
 ) -> tuple[Tensor, None, Tensor | None]:  # fmt: skip
-    """Return the output and the state before the last chunk of `torch_backend.operator`."""
+    """Return the result and the state before the last chunk as `torch_backend.operator` does."""
     of, last = Coefficients(log_decay, turn, weight_in, weight_out), None
     truncation = length if length < x.shape[1] else None
     output, _ = average(x, of, skip, Sequences(mask), shift, truncation, initial)
@@ -77,9 +77,11 @@ def _in_chunks(
     signal: Tensor, taps: Tensor, center: int, input_map: Tensor, output_map: Tensor, of: Coefficients,
     initial: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the average of a signal `[B, T, D]`, the states before the last chunk `[D, N, P, B]`, and that chunk.
+    """Compute the average of a signal `[B, T, D]` in chunks.
 
-    The last chunk is `[D, C, B]`. Also return its length, and for every position the number of positions after it.
+    Returns:
+        The average, the states before the last chunk `[D, N, P, B]`, the last chunk `[D, C, B]`, the number of
+        positions in the last chunk, and the number of positions after each position of the last chunk, `[C]`.
     """
     batch, length = signal.shape[:2]
     position, real = chunk_positions(length, CHUNK, signal.device)
@@ -89,7 +91,7 @@ def _in_chunks(
     states = _states(chunk_states, of, initial)
     rows = rows @ toeplitz(taps, center, CHUNK) + states.flatten(3).flatten(1, 2).mT @ output_map
     result = rows.unflatten(1, (batch, -1)).flatten(2).permute(1, 2, 0)
-    # The last chunk is empty, and the one before it may be short; zeros fill it up.
+    # `chunk_positions` adds an empty chunk. The last chunk of the signal precedes it, and may contain padding.
     rest = real[-2].sum()
     since = (rest - 1 - torch.arange(CHUNK, device=signal.device)).clamp(min=0)
     result = result[:, torch.arange(length, device=signal.device)]
@@ -103,7 +105,7 @@ def _truncated(signal: Tensor, taps: Tensor, center: int) -> Tensor:
 
 
 def _states(chunk_states: Tensor, of: Coefficients, initial: Tensor | None) -> Tensor:
-    """Return the states before each chunk, `[D, N', P, B, M]`, given the states that each chunk adds."""
+    """Return the states before each chunk, `[D, N', P, B, M]`, given the states that each chunk adds at its end."""
     first = torch.zeros_like(chunk_states[..., :1])
     rate, turn = of.log_decay * CHUNK, None if of.turn is None else of.turn * CHUNK
     if len(rate) == len(chunk_states):
@@ -123,13 +125,13 @@ def _scan(x: Tensor, rate: Tensor, turn: Tensor | None) -> Tensor:
 
     `rate` and `turn` are the logarithm and the angle of q, `[D, N]`.
     """
-    # The values that fill up the last group follow all others.
+    # Padding of the last group is at the end, so it does not affect the values.
     position, _ = chunk_positions(x.shape[-1], GROUP, x.device)
     within = _product(x[..., position], _lags(rate, turn, torch.arange(GROUP, device=x.device), 0))
     groups, turns = torch.arange(position.shape[0], device=x.device), None if turn is None else turn * GROUP
     before = _product(within[..., -1], _lags(rate * GROUP, turns, groups, 1))
     since = powers(rate, turn, torch.arange(1, GROUP + 1, device=x.device))
-    # The parts are the last dimension in a product of numbers.
+    # `times` requires the P real numbers of a state in the last dimension.
     factor, states = since.mT[:, :, None, None], before[..., None].movedim(2, -1)
     states = within + times(factor, states).movedim(-1, 2)
     return states.flatten(4)[..., torch.arange(x.shape[-1], device=x.device)]
@@ -137,11 +139,11 @@ def _scan(x: Tensor, rate: Tensor, turn: Tensor | None) -> Tensor:
 
 def _product(x: Tensor, matrix: Tensor) -> Tensor:
     """Return the product of numbers `[D, N, P, B, ..., J]` and a matrix `[D, N, P, I, J]`."""
-    rows, parts = x.flatten(3, -2), matrix.mT.unbind(2)
-    if len(parts) == 1:
-        product = rows @ parts[0][:, :, None]
+    rows, components = x.flatten(3, -2), matrix.mT.unbind(2)
+    if len(components) == 1:
+        product = rows @ components[0][:, :, None]
     else:
-        (real, imaginary), (a, b) = parts, rows.unbind(2)
+        (real, imaginary), (a, b) = components, rows.unbind(2)
         product = torch.stack((a @ real - b @ imaginary, a @ imaginary + b @ real), 2)
     return product.unflatten(3, x.shape[3:-1])
 

@@ -1,9 +1,9 @@
-"""Weights of lags and chunk matrices of both averages for the PyTorch backend, with closed-form gradients.
+"""Lag weights (taps) and chunk matrices of real and complex averages in PyTorch, with closed-form gradients.
 
 All are computed from tables of powers of q. The real functions also run in exported programs. A complex table has one
-row per power, so that a product of two rows is a product of contiguous tensors. One matrix transposition converts it to
-real pairs `[D, 2 N, E]` of alternating real and imaginary parts. The complex functions run inside an operator, which
-hides complex numbers from compilers.
+row per power, so that a product of two rows is a product of contiguous tensors. One matrix transposition converts the
+table to real pairs `[D, 2 N, E]` of alternating real and imaginary parts. The complex functions run inside an operator,
+which hides complex numbers from compilers.
 """
 
 import math
@@ -16,7 +16,7 @@ from ..upcast import as_complex
 from .coefficients import Coefficients, angle, powers_less_one
 
 CHUNK = 64
-# Channels times positions of the tables in memory at the same time for gradients, and least number of channels.
+# Gradients are computed in blocks of channels: channels times positions of a block, and its least number of channels.
 BLOCK, LEAST_CHANNELS = 1 << 12, 32
 
 
@@ -27,15 +27,15 @@ def toeplitz(taps: Tensor, center: int, chunk: int) -> Tensor:
 
 
 def lags(of: Coefficients, channels: int, length: int, shift: bool) -> tuple[Tensor, list[Tensor]]:
-    """Return the first lags of both directions, `[D, K]`, and tables for `lags_backward`."""
+    """Return the weights of the first `length` lags in each direction, `[D, K]`, and tables for `lags_backward`."""
     if of.turn is not None:
         return complex_series(of, length), []
-    kept = _series_tables(of.log_decay, length)
-    return _join(series(of, length, *kept), channels, shift), kept
+    tables = _series_tables(of.log_decay, length)
+    return _join(series(of, length, *tables), channels, shift), tables
 
 
 def center(of: Coefficients, channels: int, length: int, shift: bool) -> int:
-    """Return the index of lag 0 among the lags of chunks or sequences of this length."""
+    """Return the index of lag 0 in the taps of chunks or sequences of this length."""
     if len(of.log_decay) == channels:
         return 0
     return length if shift else length - 1  # without shift, both directions include lag 0
@@ -44,7 +44,7 @@ def center(of: Coefficients, channels: int, length: int, shift: bool) -> int:
 def lags_backward(
     of: Coefficients, channels: int, length: int, shift: bool, kept: list[Any], grad_taps: Tensor
 ) -> list[Any]:
-    """Return the gradients of the coefficients from the gradient of `lags`; `kept`: its tables."""
+    """Return the gradients of the coefficients from the gradient of `lags`; `kept`: its last result."""
     if of.turn is not None:
         return _complex_series_backward(of, grad_taps)
     coarse, fine = kept
@@ -54,10 +54,10 @@ def lags_backward(
 def chunk_maps(
     of: Coefficients, channels: int, chunk: int, shift: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return the taps of a chunk, the matrices to the states and back, q^C - 1, and tables for `chunk_maps_backward`.
+    """Return the taps of a chunk, the input map, the output map, q^C - 1, and tables for `chunk_maps_backward`.
 
-    The matrices are `[D, N', C]`, q^C - 1 is `[D, N']`, complex `[D, N, 2]`. N' = P N with P = 2 parts of complex
-    numbers, or 2 N with the states of the average from the end last.
+    The maps `[D, N', C]` convert the inputs of a chunk to states, and states to outputs. q^C - 1 is `[D, N']`, complex
+    `[D, N, 2]`. N' is N, or 2 N with real pairs of complex states, or with two directions, the one from the end last.
     """
     if of.turn is not None:
         return *_complex_chunk_maps(of, chunk), []
@@ -80,7 +80,7 @@ def chunk_maps(
 def chunk_maps_backward(
     of: Coefficients, channels: int, chunk: int, shift: bool, kept: list[Any], *gradients: Tensor
 ) -> list[Any]:
-    """Return the gradients of the coefficients from the gradients of `chunk_maps`; `kept`: its tables."""
+    """Return the gradients of the coefficients from the gradients of `chunk_maps`; `kept`: its last result."""
     if of.turn is not None:
         return _complex_chunk_maps_backward(of, chunk, *gradients)
     grad_taps, grad_input_map, grad_output_map, grad_decay = gradients
@@ -127,7 +127,7 @@ def _split(gradient: Tensor, rows: int, channels: int, length: int, shift: bool)
 
 
 def series(of: Coefficients, length: int, coarse: Tensor, fine: Tensor) -> Tensor:
-    """Return sum_n p_n g_n q_n^t for t < length and real q, `[R, length]`: q^(i c + j) = q^(i c) q^j."""
+    """Return sum_n p_n w_n q_n^t for t < length and real q, `[R, length]`, with q^(i c + j) = q^(i c) q^j."""
     weight = of.weight_in * of.weight_out
     return ((coarse * weight[..., None]).mT @ fine).flatten(-2)[..., :length]
 
@@ -143,7 +143,7 @@ def _series_backward(of: Coefficients, coarse: Tensor, fine: Tensor, grad: Tenso
     blocks, inner = coarse.shape[2], fine.shape[2]
     grad = nn.functional.pad(grad, (0, blocks * inner - grad.shape[1])).unflatten(1, (blocks, inner))
     position = torch.arange(blocks * inner, device=grad.device, dtype=grad.dtype).view(blocks, inner)
-    # Sums over the positions t within a block, of q^t and of t q^t.
+    # Sums over all positions t of the gradient times q^t, and times t q^t.
     plain, lagged = ((coarse * (fine @ x.mT)).sum(-1) for x in (grad, position * grad))
     return [lagged * of.weight_in * of.weight_out, None, plain * of.weight_out, plain * of.weight_in]
 
@@ -156,7 +156,8 @@ def _power(of: Coefficients, exponent: float) -> Tensor:
 def _table(of: Coefficients, count: int, step: int = 1) -> Tensor:
     """Return q^(step t) for t < count, `[count, D, N]`.
 
-    Powers are computed by doubling, so that each is a product of few factors with a small rounding error.
+    The number of computed powers doubles in every step, so that each is a product of few factors: rounding errors are
+    small.
     """
     first = as_complex(of.weight_out)
     rows = first.new_empty(count, *first.shape)
@@ -189,13 +190,13 @@ def _complex_chunk_maps(of: Coefficients, chunk: int) -> tuple[Tensor, Tensor, T
 
 
 def _complex_chunk_maps_backward(of: Coefficients, chunk: int, *gradients: Tensor) -> list[Tensor]:
-    """Compute the gradients for some of the channels at a time."""
-    parts, size = [], max(LEAST_CHANNELS, BLOCK // chunk)
+    """Compute the gradients of one block of channels at a time."""
+    block_grads, size = [], max(LEAST_CHANNELS, BLOCK // chunk)
     for start in range(0, len(of.log_decay), size):
         block = slice(start, start + size)
         some = of.rows(block)
-        parts.append(_of_channels(some, chunk, *(gradient[block] for gradient in gradients)))
-    return [torch.cat(grads) for grads in zip(*parts, strict=True)]
+        block_grads.append(_of_channels(some, chunk, *(gradient[block] for gradient in gradients)))
+    return [torch.cat(grads) for grads in zip(*block_grads, strict=True)]
 
 
 def _of_channels(
@@ -203,7 +204,7 @@ def _of_channels(
 ) -> list[Tensor]:
     powers, weight_out = _table(of, chunk + 1), as_complex(of.weight_out)
     now, later = powers[:chunk], powers[1:]
-    # The derivative for x + i y is the derivative for x minus i times the derivative for y; the output is conjugate.
+    # The complex derivative with respect to x + i y is d/dx - i d/dy; the output map contains conjugates.
     sums, slopes = _sums(_rows(grad_input_map).flip(0).conj_physical_().mul_(now))
     out_sums, out_slopes = _sums(_rows(grad_output_map).mul_(later))
     tap_sums, tap_slopes = _sums(torch.view_as_complex(torch.view_as_real(now) * grad_taps.t()[..., None, None]))
@@ -215,7 +216,7 @@ def _of_channels(
 
 
 def complex_series(of: Coefficients, length: int) -> Tensor:
-    """Return Re sum_n p_n g_n q_n^t for t < length and complex q, `[D, length]`: q^(i c + j) = q^(i c) q^j."""
+    """Return Re sum_n p_n w_n q_n^t for t < length and complex q, `[D, length]`, with q^(i c + j) = q^(i c) q^j."""
     inner, outer = _factors(length)
     coarse = _table(of, outer, inner).mul_(of.weight_in * as_complex(of.weight_out)).conj_physical_()
     return (_pairs(coarse).mT @ _pairs(_table(of, inner))).flatten(1)[:, :length]
@@ -233,7 +234,7 @@ def _complex_series_backward(of: Coefficients, grad_taps: Tensor) -> list[Tensor
     sums = []
     for weighted in (grad, position * grad):
         within = (fine @ weighted.mT).unflatten(1, (-1, 2))
-        # Sums as products: faster than sums of short rows.
+        # Sums as matrix products, which are faster than sums over short rows.
         real, imaginary = (coarse * within).flatten(2) @ signs, (coarse * within.flip(2)).flatten(2) @ ones
         sums.append(torch.complex(real, imaginary))
     plain, lagged = sums
@@ -264,7 +265,7 @@ def _sums(rows: Tensor) -> tuple[Tensor, Tensor]:
 def _of_slopes(slopes: Tensor, grad_in: Tensor, grad_out: Tensor) -> list[Tensor]:
     """Return the gradients of the coefficients.
 
-    All arguments are complex derivatives; `slopes` is the derivative by log q.
+    All arguments are complex derivatives; `slopes` is the derivative with respect to log q.
     """
     return [
         slopes.real.contiguous(),

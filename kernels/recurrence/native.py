@@ -1,7 +1,7 @@
 """The averages and their steps on CPUs in C (`native.c`), in float32 and bfloat16; `README.md` explains the algorithm.
 
 The library is a part of the installed package if a C compiler was available. ctypes checks nothing, so `_call` is the
-only function that passes addresses: it checks every tensor, and its arguments keep them alive during the call.
+only function that passes addresses: it checks every tensor, and its arguments keep the tensors alive during the call.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from .split import both_directions, one_by_one
 from .torch_backend import flops
 
 VERSION = 1  # of native.c
-# Numbers of states, at all positions, from which on a second thread is worth the 20 us of its start.
+# A second thread takes 20 us to start, so it is used from this number of states at all positions.
 MANY_NUMBERS = 1 << 21
 
 AVERAGE_POINTERS = (
@@ -68,25 +68,25 @@ class _Damped(ctypes.Structure):
 
 
 def _is_truncated(path: Path) -> bool:
-    """Return whether a library of Linux is not complete; loading it would end the process with SIGBUS."""
+    """Return whether a library of Linux is incomplete; loading an incomplete library ends the process with SIGBUS."""
     with path.open("rb") as file:
         header = file.read(64).ljust(64, b"\0")
-    offset, size, count = struct.unpack_from("<40xQ10xHH", header)  # the table of sections, after all contents
+    offset, size, count = struct.unpack_from("<40xQ10xHH", header)  # the section table is last in the file
     return header.startswith(b"\x7fELF\x02\x01") and path.stat().st_size < offset + size * count
 
 
 def load(path: Path) -> tuple[ctypes.CDLL | None, str]:
-    """Return the library, or None and the reason."""
+    """Return the library and "", or None and the reason why the library cannot be used."""
     if not path.exists():
         return None, "it was not built; install a C compiler, and this package again"
     try:
         if _is_truncated(path):
             return None, "it is incomplete; install this package again"
         library = ctypes.CDLL(str(path))
-        found = [library.moving_average_sizes(index) for index in range(3)] + [library.moving_average_version()]
+        sizes = [library.moving_average_sizes(index) for index in range(3)] + [library.moving_average_version()]
     except (OSError, AttributeError) as error:  # damaged, of another platform, or another library
         return None, f"it cannot be loaded ({error}); install this package again"
-    if found != [ctypes.sizeof(structure) for structure in (_Average, _Step, _Damped)] + [VERSION]:
+    if sizes != [ctypes.sizeof(structure) for structure in (_Average, _Step, _Damped)] + [VERSION]:
         return None, "it is of another version; install this package again"
     return library, ""
 
@@ -95,7 +95,7 @@ library, _reason = load(Path(__file__).with_name("_native.so"))
 
 
 def missing() -> str | None:
-    """Return the reason why there is no library, or None."""
+    """Return the reason why the library cannot be used, or None."""
     return None if library is not None else f"no C library: {_reason}"
 
 
@@ -105,7 +105,7 @@ missing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def unsupported(
     x: Tensor | None = None, parameters: tuple[Tensor, ...] = (), truncation: int | None = None, **_: object
 ) -> str | None:
-    """Return the reason why the library does not support a call, or None; without x, only whether there is one."""
+    """Return the reason why the library does not support a call, or None; without x, the result of `missing`."""
     if (reason := missing()) is not None or x is None:
         return reason
     if mode() == EXPORTED:
@@ -118,8 +118,8 @@ def unsupported(
 
 
 def unsupported_truncation(length: int, truncation: int) -> str | None:
-    """Return `unsupported` of a truncation that has an effect."""
-    # Comparing with the length would restrict an exported program to lengths on one side of it.
+    """Return the reason why a truncation is not supported, or None if the truncation has no effect."""
+    # A comparison with the length would restrict an exported program to lengths on one side of the truncation.
     if mode() == EXPORTED or truncation < length:
         return f"its average has no truncation, and truncation={truncation} is below the length {length}"
     return None
@@ -136,9 +136,9 @@ def average(
     With `silu`, return silu of the average plus skip times x without the mask. `coefficients` that are not
     `Coefficients` are the four parameters of `damped_ema`.
     """
-    kept = x if x.dtype == torch.bfloat16 else x.float()
+    signal = x if x.dtype == torch.bfloat16 else x.float()
     options = initial_state, sequences.bounds, shift, silu, return_state, not isinstance(coefficients, Coefficients)
-    output, state = operator(kept, sequences.mask, skip, *coefficients, *options)
+    output, state = operator(signal, sequences.mask, skip, *coefficients, *options)
     return output if output.dtype == x.dtype else output.to(x.dtype), state if return_state else None
 
 
@@ -146,18 +146,18 @@ def step(
     x: Tensor, state: Tensor, coefficients: tuple[Tensor, ...], skip: Tensor | None, mask: Tensor | None, silu: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the result of one position x `[B, D]` and the next states, without gradients; `silu` as in `average`."""
-    kept = x if x.dtype == torch.bfloat16 else x.float()
-    kept, state, change, weight_in, weight_out, mask, skip = _contiguous(kept, state, *coefficients, mask, skip)
-    output, after = torch.empty_like(kept), torch.empty_like(state)
+    signal = x if x.dtype == torch.bfloat16 else x.float()
+    signal, state, change, weight_in, weight_out, mask, skip = _contiguous(signal, state, *coefficients, mask, skip)
+    output, after = torch.empty_like(signal), torch.empty_like(state)
     (batch, channels), shape = x.shape, change.shape
     of_row, of_state = (batch, channels), (batch, *shape)
     _call(
         "step",
         _Step(sequences=batch, channels=channels, numbers=change.numel() // max(channels, 1), parts=len(shape) - 1,
-              silu=silu, half=kept.dtype == torch.bfloat16),
-        x=(kept, kept.dtype, of_row),
+              silu=silu, half=signal.dtype == torch.bfloat16),
+        x=(signal, signal.dtype, of_row),
         before=(state, torch.float32, of_state),
-        out=(output, kept.dtype, of_row),
+        out=(output, signal.dtype, of_row),
         after=(after, torch.float32, of_state),
         mask=(mask, torch.bool, (batch,)),
         change=(change, torch.float32, shape),
@@ -175,10 +175,10 @@ def steps_directly(x: Tensor, state: Tensor, **call: Any) -> bool:
 
 
 def _call(function: str, structure: ctypes.Structure, **tensors: tuple[Tensor | None, torch.dtype, Any]) -> None:
-    """Run a function of the library with addresses of tensors, given with their dtypes and shapes.
+    """Call a function of the library with the addresses of tensors, after checking their dtypes and shapes.
 
     Raises:
-        ValueError: if a tensor is not contiguous in the memory of the CPU, with this dtype and shape.
+        ValueError: if a tensor is not contiguous on the CPU, or has another dtype or shape.
         MemoryError: if there is not enough memory.
     """
     for name, (tensor, dtype, shape) in tensors.items():
@@ -196,7 +196,7 @@ def _call(function: str, structure: ctypes.Structure, **tensors: tuple[Tensor | 
 
 
 def _contiguous(*tensors: Tensor | None) -> list[Any]:
-    """Return tensors whose memory contains their values in order: of a view, values may also be stored negated."""
+    """Return contiguous tensors; views whose memory contains negated values (`is_neg`) are copied."""
     return [None if tensor is None else tensor.resolve_neg().contiguous() for tensor in tensors]
 
 
@@ -353,14 +353,14 @@ def _formula(
         raise no_second_derivative("moving_average", " of varlen sequences without values")
     if len(of.log_decay) == x.shape[-1]:
         return one_by_one(run, call, bounds, weight_out.shape, weight_out.dtype)
-    parts = [slice(*pair) for pair in pairwise(bounds) if pair[0] < pair[1]]
-    masks = [Sequences(None if mask is None else mask[:, i]) for i in parts]
-    runs = [run(**call | {"x": x[:, i], "sequences": of_part})[0] for i, of_part in zip(parts, masks, strict=True)]
+    slices = [slice(*pair) for pair in pairwise(bounds) if pair[0] < pair[1]]
+    masks = [Sequences(None if mask is None else mask[:, i]) for i in slices]
+    runs = [run(**call | {"x": x[:, i], "sequences": row})[0] for i, row in zip(slices, masks, strict=True)]
     return torch.cat(runs, 1), None
 
 
-# `first` to `weight_out` are `Coefficients` or, if `fused`, the parameters of `damped_ema`: computing coefficients in
-# PyTorch takes as long as the average of a short sequence.
+# `first` to `weight_out` are `Coefficients` or, if `fused`, the parameters of `damped_ema`: the computation of
+# coefficients in PyTorch takes as long as the average of a short sequence.
 operator = register(
     "moving_average_native",
     "Tensor x, Tensor? mask, Tensor? skip, Tensor first, Tensor? second, Tensor third, Tensor weight_out, "

@@ -1,4 +1,7 @@
-"""The operators of the recurrence h_t = q h_{t-1} + p x_t, y_t = Re sum_n w_n h_t, which differ in their parameters."""
+"""The operators of the recurrence h_t = q h_{t-1} + p x_t, y_t = Re sum_n w_n h_{t,n}.
+
+Each operator computes the coefficients q, p and w from other parameters.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,12 +20,12 @@ from . import native, reference, torch_backend
 from .coefficients import Coefficients, powers, step_coefficients, times, with_coefficients
 from .split import both_directions, one_by_one
 
-# Real numbers in the states of a channel that the Triton kernels store in registers: 64 real or 32 complex states.
+# The Triton kernels store the states of a channel in registers: 64 real numbers, so 64 real or 32 complex states.
 MOST_NUMBERS = 64
 
 
 class Recurrence(NamedTuple):
-    """One public operator.
+    """One public operator and its step.
 
     Args:
         name: its name.
@@ -68,7 +71,7 @@ class Recurrence(NamedTuple):
         return torch_backend.average(**call) if self.silu else both_directions(torch_backend.average, **call)
 
     def _in_rows(self, run: Callable[..., tuple[Tensor, Tensor | None]], **call: Any) -> tuple[Tensor, Tensor | None]:
-        """Run a call whose sequences may be varlen: padded, or with states one sequence at a time."""
+        """Run a call. Varlen sequences are padded or, if there are states, processed one at a time."""
         sequences: Sequences = call["sequences"]
         if sequences.bounds is None:
             return run(**call)
@@ -121,7 +124,7 @@ class Recurrence(NamedTuple):
         return triton_ops.step(call["x"], call["state"].float(), call["parameters"], call["skip"], call["mask"])
 
     def run(self, op: Op, backend: str | None, call: Arguments) -> Any:
-        """Return the output of a checked call, on request with the states after `sequences.lengths` positions."""
+        """Return the output of a checked call, and with `return_state` the states, as a tuple."""
         lengths = call["sequences"].lengths
         if lengths is not None:
             return self._after_lengths(lambda **call: op(backend, call), call, lengths)
@@ -129,18 +132,18 @@ class Recurrence(NamedTuple):
         return (output, state) if call["return_state"] else output
 
     def _after_lengths(self, run: Callable[..., Any], call: Arguments, lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output of a call, and the states after `lengths` `[B]` positions, those that the mask keeps."""
+        """Return the output of a call, and the states after `lengths` `[B]` positions; the mask drops later ones."""
         sequences = call["sequences"]._replace(lengths=None)
         output, _ = run(**call | {"sequences": sequences, "return_state": False})
-        # Masked positions do not decay these states.
+        # Align the rows to the end: dropped positions before the first token leave the zero state unchanged.
         rows = {"x": to_end(call["x"], lengths), "sequences": Sequences(to_end(sequences.mask, lengths))}
         _, state = run(**call | rows | {"skip": None, "initial_state": None, "return_state": True})
         initial, dtype = call["initial_state"], upcast_dtype(call["x"], *call["parameters"])
         if initial is None:
             return output, state
         with without_autocast(state.device.type):
-            of = self.coefficients(*(parameter.to(dtype) for parameter in call["parameters"]))
-            decays = powers(of.log_decay, of.turn, lengths).permute(3, 0, 1, 2)
+            coefficients = self.coefficients(*(parameter.to(dtype) for parameter in call["parameters"]))
+            decays = powers(coefficients.log_decay, coefficients.turn, lengths).permute(3, 0, 1, 2)
             return output, state + times(decays, initial.to(dtype).reshape(decays.shape)).reshape(state.shape)
 
 
@@ -159,5 +162,5 @@ def unsupported(
 
 
 def unsupported_dtype(x: Tensor, parameters: tuple[Tensor, ...], **_: object) -> str | None:
-    """Return `unsupported` of a step with any number of states."""
+    """Return the reason why the Triton kernels do not support the dtypes of a call, or None."""
     return "x or a parameter is float64" if torch.float64 in [y.dtype for y in (x, *parameters)] else None

@@ -1,7 +1,7 @@
 """The recurrence of all averages, one position at a time (Mega and Megalodon, section 3.1).
 
 This file is the specification: all faster implementations are tested against it. Shapes: input `[B, T, D]`;
-coefficients `[R, N]` with R = D (causal) or R = 2 D (two directions, rows D on run from the end); states `[B, D, N]`.
+coefficients `[R, N]` with R = D (causal) or R = 2 D (two directions, rows from D on run backward); states `[B, D, N]`.
 Complex states and weights of states are real pairs, `[..., 2]`. Masks are boolean, True = keep.
 """
 
@@ -20,20 +20,20 @@ def average(
     shift: bool = False, truncation: int | None = None, initial_state: Tensor | None = None, return_state: bool = False,
     *, silu: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return y_t = Re sum_n w_n h_t, h_t = q h_{t-1} + p x_t, plus skip x_t, and on request the final state.
+    """Return y_t = Re sum_n w_n h_{t,n} + skip x_t with h_t = q h_{t-1} + p x_t, and on request the final state.
 
-    At a dropped position x_t = 0. With a truncation K, h_t is the sum of the last K inputs only. With `silu`, the skip
-    uses x without the mask, and the result is silu(y + skip x).
+    At a dropped position x_t = 0. With a truncation K, only the last K inputs contribute to h_t. With `silu`, the skip
+    uses x without the mask, and the result is silu(y).
     """
     of, channels, mask = coefficients, x.shape[2], sequences.mask
-    kept = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).to(of.log_decay.dtype)
-    y, state = _direction(kept, of.rows(slice(channels)), truncation, initial_state)
+    signal = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).to(of.log_decay.dtype)
+    y, state = _direction(signal, of.rows(slice(channels)), truncation, initial_state)
     if len(of.log_decay) > channels:
-        from_end, _ = _direction(kept.flip(1), of.rows(slice(channels, None)), truncation, None)
+        from_end, _ = _direction(signal.flip(1), of.rows(slice(channels, None)), truncation, None)
         from_end = from_end.flip(1)
         # The shifted average starts at the next position.
         y = y + (nn.functional.pad(from_end[:, 1:], (0, 0, 0, 1)) if shift else from_end)
-    return add_skip(y, x if silu else kept, skip, silu).to(x.dtype), state if return_state else None
+    return add_skip(y, x if silu else signal, skip, silu).to(x.dtype), state if return_state else None
 
 
 def _direction(x: Tensor, of: Coefficients, truncation: int | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -44,7 +44,7 @@ def _direction(x: Tensor, of: Coefficients, truncation: int | None, state: Tenso
     hidden = decay.new_zeros(len(x), *decay.shape) if state is None else _number(state, decay)
     outputs = []
     for t in range(x.shape[1]):
-        # With q - 1 of real numbers: the rounding error of a q close to 1 would accumulate over the positions.
+        # The rounding error of a q close to 1 would accumulate over the positions, so real states add (q - 1) h.
         decayed = decay * hidden if decay.is_complex() else hidden + change * hidden
         hidden = decayed + of.weight_in * x[:, t, :, None]
         if truncation is not None and t >= truncation:
@@ -64,10 +64,10 @@ def step(
     change, weight_in, weight_out = coefficients
     if change.dim() == 3:
         change, weight_in, weight_out = as_complex(change), weight_in[..., 0], as_complex(conjugate(weight_out))
-    kept = (x if mask is None else x.masked_fill(~mask[:, None], 0.0)).to(state.dtype)
+    signal = (x if mask is None else x.masked_fill(~mask[:, None], 0.0)).to(state.dtype)
     before = _number(state, change)
-    hidden = keep_states(before + change * before + weight_in * kept[..., None], before, mask)
-    return add_skip((weight_out * hidden).real.sum(-1), kept, skip, silu).to(x.dtype), _real(hidden)
+    hidden = keep_states(before + change * before + weight_in * signal[..., None], before, mask)
+    return add_skip((weight_out * hidden).real.sum(-1), signal, skip, silu).to(x.dtype), _real(hidden)
 
 
 def _number(state: Tensor, decay: Tensor) -> Tensor:
@@ -79,12 +79,12 @@ def _real(hidden: Tensor) -> Tensor:
 
 
 def add_skip(y: Tensor, x: Tensor, skip: Tensor | None, silu: bool = True) -> Tensor:
-    """Return y + skip x, with `silu` silu(y + skip x), or y without a skip."""
+    """Return y + skip x, or silu(y + skip x) with `silu`. If `skip` is None, return y."""
     if skip is None:
         return y
     return nn.functional.silu(y + skip * x) if silu else y + skip * x
 
 
 def keep_states(after: Tensor, before: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the states `[B, ...]` after a position that `mask` `[B]` keeps, else those before it; None = all kept."""
+    """Return the states `[B, ...]`: `after` if `mask` `[B]` keeps the position, else `before`; None = keep all."""
     return after if mask is None else torch.where(mask.view(-1, *(1,) * (after.dim() - 1)), after, before)

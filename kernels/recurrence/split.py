@@ -16,15 +16,15 @@ def both_directions(
     average: Callable[..., tuple[Tensor, Tensor | None]], x: Tensor, coefficients: Coefficients, skip: Tensor | None,
     sequences: Sequences, **call: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return the result of `average`, with the linear skip of real states and the second direction of complex ones."""
+    """Call `average`, and add the linear skip of real states and the second direction of complex states."""
     of, channels, mask = coefficients, x.shape[2], sequences.mask
     if skip is None if of.turn is None else len(of.log_decay) == channels:
         return average(x, of, skip, sequences, **call)
-    wide = x.to(of.log_decay.dtype)  # rounded once, after the sum
+    wide = x.to(of.log_decay.dtype)  # rounded only after the sum of both terms
     if of.turn is None and skip is not None:
         output, state = average(wide, of, None, sequences, **call)
-        kept = wide if mask is None else wide.masked_fill(~mask[..., None], 0.0)
-        return torch.addcmul(output, skip, kept).to(x.dtype), state
+        signal = wide if mask is None else wide.masked_fill(~mask[..., None], 0.0)
+        return torch.addcmul(output, skip, signal).to(x.dtype), state
     first, second = of.rows(slice(channels)), of.rows(slice(channels, None))
     output, _ = average(wide, first, skip, sequences, **call)
     bounds = None if sequences.bounds is None else x.shape[1] - sequences.bounds.flip(0)
@@ -38,17 +38,18 @@ def one_by_one(
 ) -> tuple[Tensor, Tensor]:
     """Compute a varlen call with states one sequence at a time, because padding would decay the states.
 
-    `run` returns the output and the last state. `shape` and `dtype` of a state are used if none is given.
+    `run` returns the output and the last state. Without `initial_state`, states are initially 0, with this `shape` and
+    `dtype`.
     """
-    x, mask, first = call["x"], call["sequences"].mask, call["initial_state"]
-    outputs, lasts = [], []
-    if first is None:
-        first = x.new_zeros(len(bounds) - 1, *shape, dtype=dtype)
+    x, mask, initial = call["x"], call["sequences"].mask, call["initial_state"]
+    outputs, last_states = [], []
+    if initial is None:
+        initial = x.new_zeros(len(bounds) - 1, *shape, dtype=dtype)
     for index, (start, end) in enumerate(pairwise(bounds)):
-        state = first[index : index + 1]
+        state = initial[index : index + 1]
         if start < end:
             part = {"x": x[:, start:end], "sequences": Sequences(None if mask is None else mask[:, start:end])}
             output, state = run(**call | part | {"initial_state": state, "return_state": True})
             outputs.append(output)
-        lasts.append(state)
-    return torch.cat(outputs, 1), torch.cat(lasts)
+        last_states.append(state)
+    return torch.cat(outputs, 1), torch.cat(last_states)

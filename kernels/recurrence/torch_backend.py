@@ -1,4 +1,4 @@
-"""Both averages in PyTorch, by FFT, or in chunks with a recurrent state; memory is linear in the length.
+"""Real and complex averages in PyTorch, by FFT or in chunks with a recurrent state; memory is linear in the length.
 
 The lag weights are real. A complex state is stored as alternating real and imaginary parts.
 """
@@ -18,12 +18,12 @@ from .coefficients import Coefficients, powers, powers_less_one, times
 from .lag_tables import CHUNK, toeplitz
 from .reference import keep_states
 
-# Shorter chunks, whose matrices take less time to compute, and the positions in a batch up to which they are faster.
+# (chunk length, positions in a batch): matrices of short chunks take less time, so they are faster for small batches.
 SHORT_CHUNKS = ((16, 1024), (32, 4096))
 # From this number of positions in the batch on, chunks are faster than the FFT (README).
 MANY_POSITIONS = 512
-# Elements of x in one block for each thread, so that about five tensors of this size fit the cache of a core, and the
-# least number of channels of a block.
+# Elements of x per thread in a block of channels, so that about five such tensors fit one core's cache, and the least
+# number of channels in a block.
 BLOCK, LEAST_CHANNELS = 1 << 18, 32
 INPUTS = (
     "Tensor x, Tensor? mask, Tensor? skip, Tensor log_decay, Tensor? turn, Tensor weight_in, Tensor weight_out, "
@@ -35,7 +35,7 @@ def average(
     x: Tensor, coefficients: Coefficients, skip: Tensor | None = None, sequences: Sequences = ALL_TOKENS,
     shift: bool = False, truncation: int | None = None, initial_state: Tensor | None = None, return_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return `reference.average`, where the skip of real states is inside silu; complex states have one direction."""
+    """Return `reference.average`, with `silu` for real states; complex states support only one direction."""
     mask = sequences.mask
     if mode() in FORMULAS:
         return formula.average(x, coefficients, skip, sequences, shift, truncation, initial_state, return_state)
@@ -64,21 +64,21 @@ def step(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return `reference.step`, but add (q - 1) h: rounding errors of q would accumulate over many steps."""
     change, weight_in, weight_out = coefficients
-    kept = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
-    if kept.dtype != change.dtype:  # `to` takes time in any case
-        kept = kept.to(change.dtype)
+    signal = x if mask is None else x.masked_fill(~mask[:, None], 0.0)
+    if signal.dtype != change.dtype:  # `to` takes time even if the dtype is the same
+        signal = signal.to(change.dtype)
     if change.dim() == 2:
-        after, entering, dims = torch.addcmul(state, state, change), kept[..., None], [2]
+        after, entering, dims = torch.addcmul(state, state, change), signal[..., None], [2]
     elif mode() >= TRANSFORMED:  # compilers, ONNX and vmap do not support these complex numbers
-        after, entering, dims = state + times(change, state), kept[..., None, None], [2, 3]
+        after, entering, dims = state + times(change, state), signal[..., None, None], [2, 3]
     else:
         number = as_complex(state)
         after = torch.view_as_real(torch.addcmul(number, number, as_complex(change)))
-        entering, dims = kept[..., None, None], [2, 3]
+        entering, dims = signal[..., None, None], [2, 3]
     state = keep_states(torch.addcmul(after, weight_in, entering), state, mask)
     y = (weight_out * state).sum(dims)
     if skip is not None:
-        y = nn.functional.silu(y + skip * kept) if silu else torch.addcmul(y, skip, kept)
+        y = nn.functional.silu(y + skip * signal) if silu else torch.addcmul(y, skip, signal)
     return y if y.dtype == x.dtype else y.to(x.dtype), state
 
 
@@ -232,7 +232,7 @@ def _decay_gradient(gradients: Tensor, states: Tensor) -> Tensor:
 def _blocks(x: Tensor) -> list[slice]:
     """Return slices of the channels on the CPU, and one slice on other devices.
 
-    There, many small kernels take more time than the saved memory is worth.
+    On a GPU, launching many small kernels would take more time than the saved memory is worth.
     """
     batch, length, channels = x.shape
     size = channels
@@ -273,7 +273,7 @@ def _maps(
 
 
 def _keep(of: Coefficients, taps: Tensor, maps: list[Any], kept: list[Tensor]) -> list[Tensor]:
-    """Return the results of `_maps` that are stored for the backward pass; a complex average recomputes them."""
+    """Return the results of `_maps` to store for the backward pass: all for real states, none for complex states."""
     return [taps, *(table for table in maps if table is not None), *kept] if of.turn is None else []
 
 
@@ -381,7 +381,7 @@ def _of_block(block: slice, maps: list[Any], initial: Tensor | None) -> tuple[Te
 def flops(states: int, is_complex: bool) -> tuple[int, int]:
     """Return the FLOPs of an operator and of its gradient, counted as the recurrence, for the states at all positions.
 
-    Multiply-adds are q h + p x (of a complex average, q and h are complex), and the real part of eta h.
+    Multiply-adds are q h + p x (q and h of a complex average are complex), and the real part of w h.
     """
     update, output = (5, 2) if is_complex else (2, 1)
     return 2 * states * (update + output), 2 * states * (3 * update + 2 * output)

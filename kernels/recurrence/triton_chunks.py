@@ -1,7 +1,7 @@
-"""The states before each chunk in Triton, for the scans of both passes, and what all their kernels share.
+"""The states before each chunk in Triton, for the scans of both passes, and functions that their kernels share.
 
-Two small kernels compute them: one the states at the end of each chunk with zero initial states, the other carries them
-from chunk to chunk. The layout of states is `[..., P, N, D]` with P = PARTS real numbers in a state.
+`chunk_state_kernel` computes the states at the end of each chunk with zero initial states, and `state_passing_kernel`
+carries the states from chunk to chunk. The layout of states is `[..., P, N, D]` with P = PARTS real numbers in a state.
 
 `tl.multiple_of(d, 1)` hides from the compiler that blocks start at larger multiples. Without it, the layout would
 spread the states of a channel over several threads, and every sum over states would need a shuffle.
@@ -20,7 +20,7 @@ from .triton_numbers import (
     zeros,
 )
 
-# States with faster decay are negligible, and a quotient by q must not overflow.
+# Lower bound of log q, because a quotient by q must not overflow. States with faster decay are negligible.
 LOWEST_LOG_Q = tl.constexpr(-46.0)
 PI = tl.constexpr(3.141592653589793)
 
@@ -51,7 +51,7 @@ def _turned_minus_one(turns):
 def _decay(log_q, STEPS: tl.constexpr):
     """Return q, and the part of a state that is lost to the rounding of q in STEPS steps.
 
-    If q is close to 1, this error would accumulate over thousands of steps.
+    If q is close to 1, the rounding error would accumulate over thousands of steps.
     """
     log_q = tl.maximum(log_q, LOWEST_LOG_Q)
     near, slow = _minus_one(log_q), log_q > -0.5
@@ -74,7 +74,7 @@ def place(cu_seqlens, length, chunk, chunks, blocks):
     else:
         row, first = sequence * 0, tl.load(cu_seqlens + sequence).to(tl.int64)
         size = tl.load(cu_seqlens + sequence + 1).to(tl.int64) - first
-        # The slots are distinct: a sequence has at most one chunk more than complete chunks fit into its positions.
+        # The slots are distinct, because a sequence of n positions has at most n // chunk + 1 chunks.
         slot = tl.where(chunks == 1, sequence, first // chunk + sequence + number)
     begin = number * chunk
     return program % blocks, sequence, row, first, size, number, slot, begin, tl.minimum(size - begin, chunk)
@@ -100,7 +100,7 @@ def state_tile(block, channels, N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D:
 
 @triton.jit
 def position(step, count, UNROLL: tl.constexpr, REVERSED: tl.constexpr):
-    """Return the position of a step in its chunk; REVERSED: positions after the last one come first."""
+    """Return the position of a step in its chunk; REVERSED: from the end, with padding to UNROLL steps first."""
     return tl.cdiv(count, UNROLL) * UNROLL - 1 - step if REVERSED else step
 
 
@@ -108,7 +108,7 @@ def position(step, count, UNROLL: tl.constexpr, REVERSED: tl.constexpr):
 def decayed_positions(count, is_last):
     """Return the number of positions of a chunk at which a scan from the end decays the given states.
 
-    They are the gradients of the states after the last position of a sequence, which does not decay them.
+    The given states are gradients of the states after the last position of a sequence, which does not decay them.
     """
     return tl.where(is_last, count - 1, count)
 
@@ -165,22 +165,22 @@ def chunk_state_kernel(
 
     The states before the chunk are 0, or `starts` before the first chunk of a complex average. The program index is
     `(block of channels, chunk, sequence; direction)`. FLIPPED: `signal` is a gradient; direction 0 runs from the end,
-    and direction 1 from the start.
+    and direction 1 from the beginning.
     """
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if count <= 0:
         return
-    direction = tl.program_id(1).to(tl.int64) if PARTS == 1 else 0  # a complex average has one
+    direction = tl.program_id(1).to(tl.int64) if PARTS == 1 else 0  # a complex average has one direction
     from_end = (direction == 1) != FLIPPED
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     states, end = channels * N, tl.where(inside, count, 0)
     rows = n * width + direction * channels + d[None, :]
-    kept = rows if PARTS == 2 else n * channels + d[None, :]  # the same addresses need fewer registers
+    state_places = rows if PARTS == 2 else n * channels + d[None, :]  # if equal, one variable saves registers
     state, slope = zeros([BLOCK_N, BLOCK_D], PARTS), zeros([BLOCK_N, BLOCK_D], PARTS)
     if starts is not None:
         is_first = begin + chunk >= size if FLIPPED else number == 0
         if is_first:
-            state = load(starts + sequence * PARTS * states, kept, states, tile, PARTS)
+            state = load(starts + sequence * PARTS * states, state_places, states, tile, PARTS)
         decayed = decayed_positions(count, is_first)
     q, lost = load_rate(rates, rows, states, tile, UNROLL, PARTS)
     entry = None
@@ -188,7 +188,7 @@ def chunk_state_kernel(
         entry = load(weight, rows, states, tile, PARTS if FLIPPED else 1)
     values = signal + row * stride_b + (first + begin) * stride_t + d * stride_d
     token = row * length + first + begin
-    # From the end, positions after the last come first.
+    # A scan from the end begins with padding to UNROLL steps.
     start_at = tl.where(from_end, tl.cdiv(count, UNROLL) * UNROLL - 1, 0)
     step = tl.where(from_end, -1, 1)
     for start in range(0, count, UNROLL):
@@ -210,9 +210,9 @@ def chunk_state_kernel(
                 following = select(start_at + (start + i) * step < decayed, following, state)
             state = add_scaled(following, entry, entering[i])
     own = direction * (2 if SLOPE else 1) * slots + slot
-    store(ends + own * PARTS * states, kept, states, tile, state)
+    store(ends + own * PARTS * states, state_places, states, tile, state)
     if SLOPE:
-        store(ends + (own + slots) * PARTS * states, kept, states, tile, slope)
+        store(ends + (own + slots) * PARTS * states, state_places, states, tile, slope)
 
 
 @triton.jit
@@ -241,7 +241,7 @@ def state_passing_kernel(
     program = tl.program_id(0).to(tl.int64)
     block, sequence = program % own_blocks, program // own_blocks
     first_slot, size = sequence_slots(cu_seqlens, sequence, length, chunk, chunks)
-    direction = tl.program_id(1).to(tl.int64) if PARTS == 1 else 0  # a complex average has one
+    direction = tl.program_id(1).to(tl.int64) if PARTS == 1 else 0  # a complex average has one direction
     from_end = (direction == 1) != FLIPPED
     states = channels * N
     place = tl.multiple_of(block * BLOCK + tl.arange(0, BLOCK), 1)[None, :]
@@ -252,7 +252,7 @@ def state_passing_kernel(
     state, slope = zeros([1, BLOCK], PARTS), zeros([1, BLOCK], PARTS)
     if starts is not None:
         state = load(starts + sequence * PARTS * states, place, states, inside, PARTS)
-        # The given states after the last position are gradients, which it does not decay.
+        # If FLIPPED, `starts` are gradients of the states after the last position, which does not decay them.
         first_steps = size - (count - 1) * chunk - 1 if FLIPPED else chunk
         first_change, _ = _load_chunk_rate(rates, rows, states, inside, first_steps, PARTS)
     ahead = tl.arange(0, AHEAD)[:, None]
@@ -270,7 +270,7 @@ def state_passing_kernel(
             own_change = change
             if starts is not None and PARTS == 1:
                 own_change = select(start + i == 0, first_change, change)
-            elif starts is not None:  # the end of the first chunk includes them
+            elif starts is not None:  # the end of the first chunk includes `starts`
                 state = select(start + i > 0, state, zeros([1, BLOCK], PARTS))
             if SLOPE:
                 slope_carried = select(ahead == i, slope, slope_carried)

@@ -1,6 +1,6 @@
-"""Coefficients of both averages from their parameters, and the gradients of the parameters, in one launch each.
+"""Coefficients of real and complex averages from parameters, and the gradients of the parameters, in one launch each.
 
-`coefficients` has the definitions (Mega section 3.1, Megalodon section 3.1). The parameters are `[R, N]` (complex:
+`coefficients.py` defines them (Mega section 3.1, Megalodon section 3.1). The parameters are `[R, N]` (complex:
 projection `[D, N, 2]`, phase `[D]`) of any dtype, and the results are `[..., N, R]`. Intermediate values are float64,
 because the decay over a chunk multiplies an error by the length of the chunk.
 """
@@ -103,7 +103,7 @@ def _complex_kernel(
     channels, scale,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write q, the rounding error of q, log |q|, the turn of q in two parts, p, and gamma / sqrt(N)."""
+    """Write q, its relative rounding error, log |q|, turns of q and their rounding error, p, and gamma / sqrt(N)."""
     n, d = tl.arange(0, BLOCK_N)[:, None], (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
     inside, source, place, states = (n < N) & (d < channels), d * N + n, n * channels + d, N * channels
     gate, _, _, log_q = _rates(_double(input_logit, source, inside), _double(damping_logit, source, inside))
@@ -134,7 +134,7 @@ def _complex_backward_kernel(
 ):  # fmt: skip
     """Compute the gradients of the parameters from complex `sums` `[4, N, D]`.
 
-    These are the sums of the gradient times the states, and times the derivatives of the states with respect to q.
+    `sums` contains gradient times state, and gradient times the derivative of the state with respect to q.
     """
     n, d = tl.arange(0, BLOCK_N)[:, None], tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside, source, place, states = (n < N) & (d < channels)[None, :], d * N + n, n * channels + d, N * channels
@@ -182,7 +182,7 @@ def backward(sums: Tensor, input_sums: Tensor | None, *parameters: Tensor) -> li
     else:
         arguments = *parameters[:3], sums, input_sums, *grads
         _launch_tiles(_complex_backward_kernel, channels, states, *arguments, channels)
-    # Without a conversion of float32, because each call costs time.
+    # `to` takes time even if the dtype is the same.
     pairs = zip(grads, parameters, strict=True)
     return [grad if parameter.dtype == torch.float32 else grad.to(parameter.dtype) for grad, parameter in pairs]
 

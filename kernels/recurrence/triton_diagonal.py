@@ -1,4 +1,4 @@
-"""The functions of `triton_coefficients` for `diagonal_ssm`, in PyTorch: its parameters are the coefficients.
+"""The functions of `triton_coefficients` for `diagonal_ssm`, in PyTorch: the parameters are already coefficients.
 
 The parameters are log |q|, the angle of q in turns (float64, None = real), None, and the weight of the state.
 """
@@ -30,7 +30,7 @@ def backward(
 ) -> list[Tensor | None]:
     """Return the gradients of log |q|, the angle, None and the weight from the sums of `triton_scan_backward.backward`.
 
-    If `input_sums` is None, the sums of a real model lack the weight.
+    If `input_sums` is None, the slopes of a real model are not yet multiplied by the weight.
     """
     if turn is None:
         of_weight, slope = sums.transpose(0, 1).mT.flatten(1, 2)

@@ -1,4 +1,4 @@
-"""Real and complex numbers in Triton kernels: tuples of 1 or 2 tiles, so that both averages share their code."""
+"""Real and complex numbers in Triton kernels: tuples of 1 or 2 tiles, so that kernels support both."""
 
 import triton
 import triton.language as tl
@@ -56,7 +56,7 @@ def real_times(a, b):
 
 @triton.jit
 def add_scaled(number, weight, value):
-    """Return number + weight value for real values; a weight may be a real number, and None = 1."""
+    """Return number + weight value for real values; the weight may be real if the number is complex; None = 1."""
     if weight is None:
         return (number[0] + value,)
     elif len(number) == 1:

@@ -25,7 +25,7 @@ def of_coefficients(
     x: Tensor, coefficients: Coefficients, skip: Tensor | None, sequences: Sequences, shift: bool, truncation: object,
     initial_state: Tensor | None, return_state: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return `diagonal_ssm`, whose weight of the input is 1, for real states without a skip, or one direction."""
+    """Return `diagonal_ssm` (input weight 1) for real states without a skip, or complex states in one direction."""
     of = coefficients
     values = of.log_decay, of.turn, None, of.weight_out
     return _run(False, x, values, skip, sequences, shift, initial_state, return_state)
@@ -90,7 +90,7 @@ def step(
 ) -> tuple[Tensor, Tensor]:
     """Return the result and the state of one position, without gradients.
 
-    From the four parameters of `damped_ema`, or three complex coefficients of steps.
+    `coefficients` are the four parameters of `damped_ema`, or the result of `step_coefficients` if q is complex.
     """
     first, *damping, weight_in, weight_out = coefficients
     output, after = _step(x, state, first, damping[0] if damping else None, weight_in, weight_out, skip, mask)

@@ -26,8 +26,8 @@ CONFIGURATIONS = tuple(Configuration(*numbers) for numbers in ((8, 8), (4, 8), (
 class Plan(NamedTuple):
     """The division of a call into programs. `slots` store values per chunk; varlen calls leave some unused.
 
-    `tile` are constants of every kernel, and `sizes` its arguments from `cu_seqlens` to `slots`: positions of a batch
-    row and of a chunk, chunks of a sequence, channels and their blocks, rows R of parameters.
+    `tile` are constants of every kernel, and `sizes` the arguments of every kernel from `cu_seqlens` to `slots`:
+    positions of a batch row and of a chunk, chunks of a sequence, channels, blocks of channels, rows R of parameters.
     """
 
     cu_seqlens: Tensor | None
@@ -74,13 +74,13 @@ def make_plan(
     block = min(32, 512 // parts // block_n)
     programs = configuration.programs * triton_launch.processors(x.device, sequences)
     blocks = -(-channels // block)
-    # The total number of tokens depends on the batch, also per sequence.
+    # A deterministic division must not depend on the total number of tokens, which other sequences change.
     tokens = sequences * longest if torch.are_deterministic_algorithms_enabled() else batch * length
     if 8 * sequences * blocks >= 7 * programs and sequences * longest <= 2 * tokens:
         # Enough sequences of similar lengths to fill the GPU: one chunk per sequence, which saves a pass over x.
         chunk = max(SHORTEST_CHUNK, next_power_of_2(max(longest, 1)))
     else:
-        # More programs of complex states fit the registers.
+        # The registers fit more programs of complex states, so chunks are shorter.
         chunk = max(SHORTEST_CHUNK, 1 << (max(tokens * blocks // (parts * programs), 1).bit_length() - 1))
     chunks = -(-max(longest, 1) // chunk)
     slots = sequences * chunks if cu_seqlens is None or chunks == 1 else length // chunk + sequences

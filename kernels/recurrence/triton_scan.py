@@ -60,7 +60,7 @@ def _scan_kernel(
     The skip of a complex average is part of the average, without silu. GRADIENT: `signal` is the gradient of an
     average, the two weights are exchanged, and the result is the gradient of x: masked average + skip signal. `sums`
     receives the sums of the states times x. `last` receives the states after the last position, or the gradient of
-    those before the first.
+    the states before the first position.
     """
     block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
@@ -68,7 +68,7 @@ def _scan_kernel(
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     states, end = channels * N, tl.where(inside, count, 0)
     rows = n * width + d[None, :]
-    kept = rows if PARTS == 2 else n * channels + d[None, :]  # the same addresses need fewer registers
+    state_places = rows if PARTS == 2 else n * channels + d[None, :]  # if equal, one variable saves registers
     q, lost = load_rate(rates, rows, states, tile, UNROLL, PARTS)
     entry = load(weight_in, rows, states, tile, PARTS if GRADIENT else 1)
     exit = load(weight_out, rows, states, tile, 1 if GRADIENT else PARTS)
@@ -76,7 +76,7 @@ def _scan_kernel(
         exit = times(exit, entry)
     state = zeros([BLOCK_N, BLOCK_D], PARTS)
     if starts is not None:
-        state = load(starts + slot * PARTS * states, kept, states, tile, PARTS)
+        state = load(starts + slot * PARTS * states, state_places, states, tile, PARTS)
         decayed = decayed_positions(count, begin + chunk >= size)
     if skip is not None:
         skip_weight = tl.load(skip + d, inside, other=0.0)
@@ -137,13 +137,13 @@ def _scan_kernel(
         elif not SCALED:
             state = times(state, entry)
         if (REVERSED and number == 0) or (not REVERSED and begin + chunk >= size):
-            store(last + sequence * PARTS * states, kept, states, tile, state)
+            store(last + sequence * PARTS * states, state_places, states, tile, state)
     if sums is not None:
-        tl.store(sums + slot * states + kept, total, tile)
+        tl.store(sums + slot * states + state_places, total, tile)
 
 
 def coefficients_of(plan: Plan, coefficients: Tensor) -> Rows:
-    """Return the coefficients of each direction; `coefficients` are those of `triton_coefficients`."""
+    """Return the coefficients of each direction; `coefficients` is the result of `damped` or `complex_factors`."""
     if plan.parts == 2:
         return [(coefficients[:7], coefficients[7], coefficients[8:])]
     halves = [coefficients] if plan.directions == 1 else coefficients.split(plan.channels, 2)
@@ -163,12 +163,12 @@ def states_before(
 
     `scaled`: the signal is multiplied by the weight of the input. With one chunk per sequence the states are `initial`.
     """
-    rates, weight, _ = coefficients[0]  # the kernels add the place of direction 1
+    rates, weight, _ = coefficients[0]  # the kernels add the offset of direction 1
     if plan.chunks == 1:
         return [initial] * plan.directions
     ends = rates.new_empty(plan.of_states(plan.directions, *(2,) * slope, plan.slots))
     options = {"PARTS": plan.parts, "FLIPPED": flipped, "SLOPE": slope}
-    # The second kernel computes real powers for any number of positions, complex ones only for complete chunks.
+    # `state_passing_kernel` starts from real initial states, but decays complex states only over complete chunks.
     starts = None if plan.parts == 1 else initial
     inputs = (signal, mask, rates, weight if scaled else None, starts, ends, *plan.sizes, *signal.stride())
     plan.launch(chunk_state_kernel, *inputs, directions=plan.directions, **options)
@@ -201,16 +201,16 @@ def scan(
 
 
 def kernel_coefficients(fused: bool) -> Any:
-    """Return the module that computes the coefficients of the kernels, and the gradients of what they depend on."""
+    """Return the module that computes the coefficients of the kernels, and the gradients of the parameters."""
     return triton_coefficients if fused else triton_diagonal
 
 
 def forward(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result, the final states (empty unless requested), and the coefficients of the kernels."""
     mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen, fused = contiguous(*inputs)
-    x, of = x.resolve_neg(), kernel_coefficients(fused)
+    x, kernel_set = x.resolve_neg(), kernel_coefficients(fused)
     initial, is_complex = None if initial is None else channels_last(initial), parameters[3].dim() == 3
-    coefficients = (of.complex_factors if is_complex else of.damped)(*parameters)
+    coefficients = (kernel_set.complex_factors if is_complex else kernel_set.damped)(*parameters)
     scaled = is_complex or initial is not None
 
     def run(plan: Plan) -> tuple[Tensor, Tensor | None]:
@@ -218,7 +218,7 @@ def forward(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
         last = rows[0][0].new_empty(plan.of_states(plan.sequences)) if return_state else None
         starts, other = states_before(plan, x, mask, rows, scaled, initial), None
         if plan.directions == 2:
-            # In float32 until the other direction is added.
+            # Direction 1 stays in float32 until direction 0 is added.
             other = scan(plan, 1, x, mask, rows, starts, rows[0][0].new_empty(x.shape))
         output = x.new_empty(x.shape)
         scan(plan, 0, x, mask, rows, starts, output, scaled=scaled, skip=skip, other=other, last=last)

@@ -2,8 +2,8 @@
 
 The gradients of the parameters come from a second scan of x, which computes each state and its derivative with respect
 to q, s_t = q s_{t-1} + h_{t-1}. The gradient of x is a scan of the result's gradient backward in time, in which the
-input and output weights are exchanged: r_t = q r_{t+1} + g dy_t. For complex states, r is a complex derivative,
-dL = Re(r dh).
+input weight p and the output weight w are exchanged: r_t = q r_{t+1} + w dy_t. For complex states, r is a complex
+derivative, dL = Re(r dh).
 """
 
 from typing import Any
@@ -63,7 +63,7 @@ def _gradient_kernel(
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     states, end = channels * N, tl.where(inside, count, 0)
     rows = n * width + d[None, :]
-    kept = rows if PARTS == 2 else n * channels + d[None, :]  # the same addresses need fewer registers
+    state_places = rows if PARTS == 2 else n * channels + d[None, :]  # if equal, one variable saves registers
     q, lost = load_rate(rates, rows, states, tile, UNROLL, PARTS)
     if SCALED or skip is not None:
         entry = load(weight_in, rows, states, tile, 1)
@@ -73,9 +73,9 @@ def _gradient_kernel(
                 exit = times(exit, entry)
     state, slope = zeros([BLOCK_N, BLOCK_D], PARTS), zeros([BLOCK_N, BLOCK_D], PARTS)
     if starts is not None:
-        state = load(starts + slot * PARTS * states, kept, states, tile, PARTS)
+        state = load(starts + slot * PARTS * states, state_places, states, tile, PARTS)
         if CARRIED:
-            slope = load(starts + (slots + slot) * PARTS * states, kept, states, tile, PARTS)
+            slope = load(starts + (slots + slot) * PARTS * states, state_places, states, tile, PARTS)
     state_sum, slope_sum = zeros([BLOCK_N, BLOCK_D], PARTS), zeros([BLOCK_N, BLOCK_D], PARTS)
     if skip is not None:
         skip_sum = tl.zeros([BLOCK_D], tl.float32)
@@ -134,9 +134,9 @@ def _gradient_kernel(
         slope_sum = times(slope_sum, exit)
         if last_gradient is not None:
             if begin + chunk >= size:
-                received = load(last_gradient + sequence * PARTS * states, kept, states, tile, PARTS)
+                received = load(last_gradient + sequence * PARTS * states, state_places, states, tile, PARTS)
                 slope_sum = add(slope_sum, times(slope, received))
-    own = sums + 2 * slot * PARTS * states + kept
+    own = sums + 2 * slot * PARTS * states + state_places
     store(own, 0, states, tile, state_sum)
     store(own + PARTS * states, 0, states, tile, slope_sum)
     if skip is not None:
@@ -196,10 +196,10 @@ def _parameter_sums(
         skip_sums = rates.new_zeros(plan.slots, plan.channels)
         inner = rates.new_empty(x.shape) if plan.parts == 1 else None
         if plan.directions == 2:
-            # The forward pass does not store it: it is as large as x in float32, and fast to recompute.
+            # Recomputed, because storing a float32 tensor of the size of x in the forward pass takes more memory.
             other = scan(plan, 1, x, mask, rows, starts, rates.new_empty(x.shape))
     finish: tuple[Tensor | None, ...] = (skip, other, inner, skip_sums)
-    # On an A100, ten programs per multiprocessor instead of eight; Triton 3.6 and 3.7 then spill some registers.
+    # 200 registers: an A100 runs ten programs per multiprocessor instead of eight, although Triton 3.6 and 3.7 spill.
     few_registers = plan.parts == 1 and scaled and target(x.device).capability == (8, 0)
     for direction, of_direction in enumerate(plan.of_directions(sums)):
         plan.launch(

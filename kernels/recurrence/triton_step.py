@@ -1,4 +1,4 @@
-"""One position of both averages in Triton. Tiles are `[BLOCK_D, BLOCK_N]`: channels by states."""
+"""One position of a real or complex average in Triton. Tiles are `[BLOCK_D, BLOCK_N]`: channels by states."""
 
 import torch
 import triton
@@ -20,8 +20,8 @@ def _step_kernel(
 ):  # fmt: skip
     """Process one position of a causal average.
 
-    `rates` and the weights are the input logit, the expansion and the projection of a real average, or
-    `complex_ema_coefficients`, then without a damping logit. The program index is `(block of channels, batch row)`.
+    `rates`, `weight_in` and `weight_out` are the input logit, expansion and projection of a real average, or
+    `complex_ema_coefficients`; `damping_logit` is then None. The program index is `(block of channels, batch row)`.
     """
     program = tl.program_id(0).to(tl.int64)
     row = program // blocks
@@ -37,7 +37,7 @@ def _step_kernel(
         damping = tl.sigmoid(tl.load(damping_logit + places, tile, other=0.0).to(tl.float32))
         change, entry, exit = (-gate * damping,), gate * entry, (scale * exit[0],)
     else:
-        exit = exit[0], -exit[1]  # the weights are conjugate
+        exit = exit[0], -exit[1]  # `weight_out` is conjugated
     value = tl.load(x + row * stride_b + d * stride_d, inside, other=0.0).to(tl.float32)
     if PARTS == 2 and mask is not None:
         value = tl.where(tl.load(mask + row), value, 0.0)
