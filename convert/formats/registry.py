@@ -59,12 +59,6 @@ def _folder_format(folder: Path) -> Format | None:
     return next((fmt for fmt in formats if fmt.facts.container.claims(folder)), None)
 
 
-def is_checkpoint(path: str | Path) -> bool:
-    """Return whether a path is a checkpoint: a file, or a folder of a format."""
-    path = Path(path)
-    return path.is_file() or path.is_dir() and _folder_format(path) is not None
-
-
 def open_checkpoint(path: str | Path, progress: bool = False) -> Checkpoint:
     """Open a folder of a format, or a file of fairseq; raise an error if it is neither, damaged, or would run code."""
     path = Path(path)
