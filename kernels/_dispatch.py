@@ -206,8 +206,8 @@ def _unavailable_reason(device: torch.device) -> str | None:
     return f"the tensors are on {kind}; the kernels need CUDA, or TRITON_INTERPRET=1 set before the first kernel runs"
 
 
-# Tells Dynamo that the result is constant, without importing the compiler (one second, 70 MB) as
-# `torch.compiler.assume_constant_result` does.
+# Marks the result as constant for Dynamo. `torch.compiler.assume_constant_result` does the same, but imports the
+# compiler (one second, 70 MB).
 _unavailable_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 

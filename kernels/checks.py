@@ -65,7 +65,7 @@ def check_average(
 ) -> None:  # fmt: skip
     """Raise `ValueError` unless dtypes, skip, state and the coefficients of a step fit a moving average.
 
-    `shape` is that of the states of one sequence.
+    `shape` is the shape of the states of one sequence.
     """
     tensors = (x, *parameters)
     for tensor in tensors:

@@ -354,7 +354,7 @@ def fill_cache(model: CommonPreTrainedModel, cache: Cache) -> None:
 def keeps_cache(model: CommonPreTrainedModel) -> bool:
     """Return whether a decoder creates a cache by default: `config.use_cache`, except in training and export.
 
-    An export with a new cache would fix the length to that of the example.
+    With a new cache, an exported program would only support the length of the example.
     """
     return model.config.use_cache and not model.training and mode() != EXPORTED
 

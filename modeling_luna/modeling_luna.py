@@ -651,8 +651,8 @@ class LunaStack(nn.Module):
             unread = [] if tokens else [self.layer_norm]
             unread += [] if packed else [getattr(self, "packed_layer_norm", None)]
         else:
-            # The norm of P in layer i is read by layer i + 1, that of the last layer only if P is an output. With
-            # layerdrop, any layer can be the last.
+            # Layer i + 1 reads the norm of P in layer i. The norm in the last layer is only used if P is an output.
+            # With layerdrop, any layer can be the last.
             reads_earlier = config.contextual_projection or (packed and config.layerdrop > 0.0)
             read = [*(earlier if reads_earlier else []), *([last] if packed else [])]
             unread = [layer.packed_layer_norm for layer in self.layers if layer not in read]
