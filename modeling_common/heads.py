@@ -28,27 +28,10 @@ from luna_mega.modeling_common.labels import (
     keep_positions,
     next_tokens,
 )
-from luna_mega.modeling_common.masks import drop_if_full, find_mask, to_bool_mask
-from luna_mega.modeling_common.outputs import BodyOutput
+from luna_mega.modeling_common.outputs import BodyOutput, kept_positions
 from luna_mega.modeling_common.padding_free import find_starts
 
 logger = logging.get_logger(__name__)
-
-
-def find_kept(
-    config: PreTrainedConfig,
-    inputs: Mapping[str, Any],
-    length: int,
-    find: Callable[[torch.Tensor, PreTrainedConfig], torch.Tensor | None] = find_mask,
-) -> torch.Tensor | None:
-    """Return the bool mask `[B, T]` of the last T positions of `inputs`, as the body applies it; None = all.
-
-    `find` infers the mask from tokens.
-    """
-    if (mask := inputs.get("attention_mask")) is not None:
-        return to_bool_mask("attention_mask", mask[:, -length:], drop_full=True)
-    input_ids = inputs.get("input_ids")
-    return None if input_ids is None else drop_if_full(find(input_ids, config))
 
 
 def checked_loss(compute: Callable[[], Any], labels: torch.Tensor, count: int) -> Any:
@@ -156,7 +139,7 @@ class GenericForMaskedLM(LMHead):
         outputs = self.run_body(inputs, kwargs)
         hidden_states, targets, loss = outputs.last_hidden_state, None, None
         if labels is not None:
-            targets = ignore_dropped(labels, find_kept(self.config, inputs, labels.shape[1])).contiguous()
+            targets = ignore_dropped(labels, kept_positions(outputs)).contiguous()
             if self.training and self.config.sparse_prediction:
                 forbid_capture(labels, "sparse_prediction, whose size depends on the labels", "set it to False")
                 predicted = targets != -100
@@ -195,7 +178,7 @@ class GenericForCausalLM(LMHead):
         outputs = self.base_model(**inputs, **options, return_dict=True)
         hidden_states, targets, mask = outputs.last_hidden_state, None, None
         if has_labels or hidden_states.requires_grad:
-            mask = find_kept(self.config, inputs, hidden_states.shape[1])
+            mask = kept_positions(outputs)
         if mask is not None and hidden_states.requires_grad:
             # Label smoothing of Trainer adds loss at padding, whose states have no variance. Each norm would multiply
             # their gradient by 1 / sqrt(eps), so they are detached.
@@ -261,7 +244,7 @@ class GenericForTokenClassification(Head):
         logits, loss = self.classifier(self.dropout(outputs.last_hidden_state)), None
         if labels is not None:
             config: Any = self.config
-            targets = ignore_dropped(labels, find_kept(config, inputs, labels.shape[1])).contiguous()
+            targets = ignore_dropped(labels, kept_positions(outputs)).contiguous()
             values = {"logits": logits, "labels": targets, "config": config, **kwargs}
             loss = checked_loss(lambda: self.loss_function(**values), targets, config.num_labels)
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
@@ -304,7 +287,7 @@ class GenericForQuestionAnswering(Head):
         check_span(start_positions, end_positions, given_input(inputs))
         outputs = self.run_body(inputs, kwargs)
         scores, loss = self.qa_outputs(outputs.last_hidden_state), None
-        mask = find_kept(self.config, inputs, scores.shape[1])
+        mask = kept_positions(outputs)
         if mask is not None:
             scores = scores.masked_fill(~mask[..., None], torch.finfo(scores.dtype).min)
         logits = scores.unbind(dim=-1)

@@ -117,7 +117,9 @@ def prepare(
     output_weights = returns_weights(model, options, seen)
 
     inputs = {"input_ids": input_ids, "input_values": input_values, "pixel_values": pixel_values}
-    given: Any = next((x for x in (*inputs.values(), inputs_embeds) if x is not None), None)
+    given: Any = inputs_embeds
+    for tensor in inputs.values():
+        given = tensor if given is None else given
     mask = attention_mask if attention_mask is None or not seen else mask_of_new(attention_mask, given, seen)
     check_input(model, mask, inputs | {"inputs_embeds": inputs_embeds}, grid)
     if mask is not None:

@@ -25,6 +25,7 @@ __all__ = [
     "Seq2SeqLMOutput",
     "Seq2SeqModelOutput",
     "cache_field",
+    "kept_positions",
 ]
 
 # Name of the cache in outputs and in the arguments of `generate`: transformers renamed `past_key_values` in 5.24.
@@ -40,8 +41,14 @@ class BodyOutput(Protocol):
     """Fields that the outputs of all models without a head have."""
 
     last_hidden_state: torch.Tensor
+    attention_mask: torch.Tensor | None  # `[B, T]`, 1 = a kept position; None = all
 
     def items(self) -> Any: ...
+
+
+def kept_positions(outputs: BodyOutput) -> torch.Tensor | None:
+    """Return the bool mask `[B, T]` of the positions that the model kept, True = keep; None = all."""
+    return None if outputs.attention_mask is None else outputs.attention_mask.bool()
 
 
 class _WithCache:

@@ -5,7 +5,7 @@ Masks are bool `[B, T]`, True = keep; None = all.
 
 from collections.abc import Iterable
 from itertools import pairwise
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import torch
 from torch import nn
@@ -20,8 +20,8 @@ from luna_mega.modeling_common.heads import Head, checked_loss
 from luna_mega.modeling_common.inputs import read_token_types
 from luna_mega.modeling_common.labels import check_labels_of, check_pairs, given_input
 from luna_mega.modeling_common.masks import find_mask, to_bool_mask
-from luna_mega.modeling_common.outputs import BodyOutput
-from luna_mega.modeling_common.padding_free import find_padding_free
+from luna_mega.modeling_common.outputs import BodyOutput, kept_positions
+from luna_mega.modeling_common.padding_free import find_starts
 
 
 def first_position(mask: torch.Tensor) -> torch.Tensor:
@@ -112,9 +112,9 @@ class PooledHead(Head):
         """Return the number of features and of scores of the classifier."""
         return config.hidden_size, config.num_labels
 
-    def summarize(self, outputs: Any, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return the representation of sequences `[B, d]`; `mask` is `[B, T]` bool, True = keep, None = all."""
-        return POOLINGS[self.config.pooling](outputs.last_hidden_state, mask)
+    def summarize(self, outputs: Any) -> torch.Tensor:
+        """Return the representation of sequences `[B, d]`."""
+        return POOLINGS[self.config.pooling](outputs.last_hidden_state, kept_positions(outputs))
 
     def pool(
         self,
@@ -134,25 +134,24 @@ class PooledHead(Head):
         """
         inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "input_values": input_values}
         body: Any = self.base_model
-        check_input(body, attention_mask, inputs)
-        mask = to_bool_mask("attention_mask", attention_mask)
-        tensor: Any = given_input(inputs)
-        positions = others.get("position_ids") if mask is None else None
-        if find_padding_free(tensor.shape[:2], None, positions, others) is not None:
-            raise ValueError(f"{type(self).__name__} does not support padding-free batches; pad the batch")
-        if mask is None and input_ids is not None:
-            mask = find_mask(input_ids, self.config)
         if drop_first_token:
             if others.get("position_ids") is not None:
                 raise ValueError("`position_ids` are not supported with `drop_first_token=True`; omit them")
+            check_input(body, attention_mask, inputs)
+            mask = to_bool_mask("attention_mask", attention_mask)
+            if mask is None and input_ids is not None:
+                mask = find_mask(input_ids, self.config)
             if (types := others.get("token_type_ids")) is not None:
-                others["token_type_ids"] = without_first(read_token_types(body, types, tensor.shape[:2], mask), mask)
+                batch, length = cast(torch.Tensor, given_input(inputs)).shape[:2]
+                others["token_type_ids"] = without_first(read_token_types(body, types, (batch, length), mask), mask)
             inputs = {key: without_first(value, mask) for key, value in inputs.items()}
-            mask = without_first(mask, mask)
+            attention_mask = without_first(mask, mask)
         if self.config.is_decoder:
             others.setdefault("use_cache", False)
-        outputs = self.run_body(inputs | others, {"attention_mask": mask})
-        return self.summarize(outputs, mask), outputs
+        outputs = self.run_body(inputs | others, {"attention_mask": attention_mask})
+        if find_starts(outputs.last_hidden_state.shape[:2], {"attention_mask": attention_mask, **others}) is not None:
+            raise ValueError(f"{type(self).__name__} does not support padding-free batches; pad the batch")
+        return self.summarize(outputs), outputs
 
     def make_output(self, logits: torch.Tensor, outputs: BodyOutput, labels: torch.Tensor | None) -> Any:
         """Return the output with the logits `[B, num_labels]` and their loss."""

@@ -11,7 +11,7 @@ from transformers.utils.generic import ModelOutput, can_return_tuple
 from luna_mega.modeling_common.arguments import HeadKwargs
 from luna_mega.modeling_common.base import ModelMixin, accept_past_key_values
 from luna_mega.modeling_common.cache import keeps_cache
-from luna_mega.modeling_common.heads import LMHead, checked_loss, find_kept
+from luna_mega.modeling_common.heads import LMHead, checked_loss
 from luna_mega.modeling_common.labels import (
     check_ids,
     check_token_labels,
@@ -19,7 +19,7 @@ from luna_mega.modeling_common.labels import (
     keep_positions,
     shift_right,
 )
-from luna_mega.modeling_common.masks import drop_if_full, find_mask, find_target_mask, to_bool_mask
+from luna_mega.modeling_common.masks import find_mask, find_target_mask, to_bool_mask
 from luna_mega.modeling_common.outputs import Seq2SeqLMOutput, Seq2SeqModelOutput, cache_field
 
 
@@ -176,11 +176,7 @@ class Seq2SeqBody(EncoderDecoder):
         elif encoded is None:
             output_options = {name: value for name, value in options.items() if name.startswith("output_")}
             encoded = self.encoder(**source, return_dict=True, **output_options)
-        if mask is None:
-            mask = getattr(encoded, "attention_mask", None)
-        if mask is None and source["input_ids"] is not None:
-            mask = drop_if_full(find_mask(source["input_ids"], self.encoder.config))
-        return encoded, mask
+        return encoded, getattr(encoded, "attention_mask", None) if mask is None else mask
 
     def read_outputs(self, outputs: ModelOutput | tuple[torch.Tensor, ...] | None) -> Any:
         """Return `encoder_outputs` as an `encoder_output_class`, or None."""
@@ -258,9 +254,8 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         """
         if labels is not None:
             filled = isinstance(cache, EncoderDecoderCache) and cache.get_seq_length() > 0
-            find = find_mask if filled else find_target_mask
             decoder_input_ids, decoder_attention_mask = self.read_target(
-                labels, decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds, logits_to_keep
+                labels, decoder_input_ids, decoder_attention_mask, decoder_inputs_embeds, logits_to_keep, filled
             )
         outputs = self.base_model(
             input_ids=input_ids,
@@ -278,11 +273,10 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         hidden_states, loss = keep_positions(outputs.last_hidden_state, logits_to_keep), None
         logits = self.lm_head(hidden_states)
         if labels is not None:
-            target = {"input_ids": decoder_input_ids, "attention_mask": decoder_attention_mask}
-            mask = find_kept(self.get_decoder().config, target, outputs.last_hidden_state.shape[1], find)
-            targets = ignore_dropped(
-                labels, None if mask is None else keep_positions(mask, logits_to_keep)
-            ).contiguous()
+            mask = decoder_attention_mask
+            if mask is not None:
+                mask = keep_positions(mask[:, -outputs.last_hidden_state.shape[1] :], logits_to_keep)
+            targets = ignore_dropped(labels, mask).contiguous()
             options = {"logits": logits, "labels": targets, "vocab_size": logits.shape[-1], **kwargs}
             loss = checked_loss(lambda: self.loss_function(**options), targets, logits.shape[-1])
         return self.output_class(loss=loss, logits=logits, **self.carried_over(outputs))
@@ -294,11 +288,19 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
         attention_mask: torch.Tensor | None,
         inputs_embeds: torch.Tensor | None,
         logits_to_keep: int | torch.Tensor,
+        filled: bool,
     ) -> tuple[Any, torch.Tensor | None]:
-        """Check the labels, and return tokens and mask of the target; without a target, those of the labels."""
+        """Check the labels, and return tokens and bool mask of the target; without a target, those of the labels.
+
+        `filled` is whether the cache has earlier positions of the target.
+        """
+        attention_mask = to_bool_mask("decoder_attention_mask", attention_mask)
         target = input_ids if inputs_embeds is None else inputs_embeds
         if target is not None:
             check_token_labels(target, logits_to_keep, labels=labels)
+            if attention_mask is None and input_ids is not None:
+                find = find_mask if filled else find_target_mask
+                attention_mask = find(input_ids, self.get_decoder().config)
             return input_ids, attention_mask
         if labels.dim() != 2:
             raise ValueError(f"`labels` must have the shape [B, T] of a target, got {list(labels.shape)}")

@@ -62,6 +62,7 @@ from luna_mega.modeling_common.outputs import (
     Seq2SeqLMOutput,
     Seq2SeqModelOutput,
     cache_field,
+    kept_positions,
 )
 from luna_mega.modeling_common.pooled_heads import (
     POOLINGS,
@@ -88,7 +89,7 @@ class LunaModelOutput(BaseModelOutputWithPastAndCrossAttentions):
         last_hidden_state: `[B, T, d]`.
         packed_last_hidden_state: `[B, L, d]`; rows that `packed_mask` excludes are undefined.
         packed_mask: `[B, L]`, 1 = a row of P that is in use; None = all.
-        attention_mask: `[B, T]`, 1 = a kept position; None = all. Not set by a decoder.
+        attention_mask: `[B, T]`, 1 = a kept position; None = all.
         cache: cache of a decoder with `use_cache`.
         hidden_states, packed_hidden_states: with `output_hidden_states=True`, N + 1 tensors each, the embeddings first.
         attentions: with `output_attentions=True`, the unpack weights of every layer, `[B, heads, T, L]`.
@@ -928,12 +929,13 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
         types = None if inputs.token_type_ids is None else layout.gather(inputs.token_type_ids)
         hidden_states, learned = self.embeddings(embed(self, inputs), layout, positions, passed is None, types)
         packed, packed_mask = learned if passed is None else passed
+        stack = self.stack
         if passed is None and not self.config.contextual_projection:
-            packed = [packed[row] for row in self.stack.packed_rows()]
+            packed = [packed[row] for row in stack.packed_rows()]
         caches = None
         if self.config.is_decoder:
             caches = layer_caches(inputs.cache, inputs.cross_cache, self.config.num_hidden_layers)
-        hidden_states, packed = self.stack(
+        hidden_states, packed = stack(
             hidden_states,
             packed,
             layout=layout,
@@ -950,7 +952,7 @@ class LunaModel(BodyMixin, LunaPreTrainedModel):
             last_hidden_state=scatter_states(inputs, hidden_states),
             packed_last_hidden_state=packed[-1],
             packed_mask=None if packed_mask is None else packed_mask.long(),
-            attention_mask=None if inputs.mask is None or self.config.is_decoder else inputs.mask.long(),
+            attention_mask=None if inputs.mask is None else inputs.mask.long(),
             **cache_field(inputs.model_cache),
             packed_hidden_states=select_layers(packed, options) if returns_packed else None,
         )
@@ -1051,10 +1053,9 @@ class LunaPooler(nn.Module):
             self.attention = LunaPoolerAttention(config)
             self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
-    def forward(self, outputs: LunaModelOutput, mask: torch.Tensor | None) -> torch.Tensor:
-        """Return `[B, d]`; `mask` is `[B, T]` bool, True = keep, None = all."""
-        states: Any = outputs.last_hidden_state, outputs.packed_last_hidden_state
-        tokens, packed = states
+    def forward(self, outputs: Any) -> torch.Tensor:
+        """Return `[B, d]` of a `LunaModelOutput`."""
+        tokens, packed, mask = outputs.last_hidden_state, outputs.packed_last_hidden_state, kept_positions(outputs)
         packed_mask = None if outputs.packed_mask is None else outputs.packed_mask.bool()
         if self.pooling in POOLINGS:
             return POOLINGS[self.pooling](tokens, None if self.pool_padding else mask)
@@ -1083,8 +1084,8 @@ class LunaPooledHead(PooledHead):
         self.pooler = LunaPooler(config)
         super().make_head(config)
 
-    def summarize(self, outputs: LunaModelOutput, mask: torch.Tensor | None) -> torch.Tensor:
-        return self.pooler(outputs, mask)
+    def summarize(self, outputs: LunaModelOutput) -> torch.Tensor:
+        return self.pooler(outputs)
 
     def unread_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters that no loss depends on."""

@@ -15,6 +15,7 @@ Z = `shared_representation_size`, V = `intermediate_size`, N = `ema_projection_s
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack, cast
 
@@ -77,7 +78,7 @@ from luna_mega.modeling_common.heads import (
 from luna_mega.modeling_common.inputs import ValueEmbeddings, embed, prepare, scatter_states
 from luna_mega.modeling_common.labels import check_pooled_labels
 from luna_mega.modeling_common.layout import NO_PADDING, Layout, PaddedLayout
-from luna_mega.modeling_common.masks import blank_token, to_bool_mask
+from luna_mega.modeling_common.masks import blank_token
 from luna_mega.modeling_common.outputs import (
     BaseModelOutputWithPoolingAndCrossAttentions,
     CausalLMOutputWithCrossAttentions,
@@ -842,6 +843,23 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
         clear_row(module)
 
 
+@dataclass
+class MegaModelOutput(BaseModelOutputWithPoolingAndCrossAttentions):
+    """Output of `MegaModel`. B sequences of T positions, S of the source, attention chunks of C positions, width d.
+
+    Args:
+        last_hidden_state: `[B, T, d]`, undefined at padding.
+        pooler_output: `[B, d]`; None without a pooler and for padding-free batches.
+        attention_mask: `[B, T]`, 1 = a kept position; None = all.
+        cache: cache of a decoder with `use_cache`.
+        hidden_states: with `output_hidden_states=True`, `[B, T, d]` before and after each layer.
+        attentions: with `output_attentions=True`, `[B, chunks, C, C]` of each layer.
+        cross_attentions: the same for the cross-attention of a decoder, `[B, 1, T, S]`.
+    """
+
+    attention_mask: torch.Tensor | None = None
+
+
 class MegaModel(BodyMixin, MegaPreTrainedModel):
     """Mega without a head: the encoder, or with `is_decoder` the decoder of a language model."""
 
@@ -894,7 +912,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         interpolate_pos_encoding: bool = False,
         # Not named `**kwargs`: `generate` would pass arguments of the decoder to the encoder.
         **options: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPoolingAndCrossAttentions:
+    ) -> MegaModelOutput:
         """Run the model on B sequences of T positions.
 
         Args:
@@ -924,9 +942,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
                 In other batches, `position_ids` must equal `attention_mask.cumsum(1) - 1`.
 
         Returns:
-            `last_hidden_state` `[B, T, d]` (undefined at padding), `pooler_output` `[B, d]` or None (also for
-            padding-free batches), `cache` or None, and tuples: `hidden_states` with `[B, T, d]` before and after each
-            layer, `attentions` with `[B, chunks, C, C]` and `cross_attentions` with `[B, 1, T, S]` for each layer.
+            `MegaModelOutput`.
 
         Raises:
             ValueError: Not exactly one kind of input, an empty batch, an invalid mask, a sequence longer than the bias
@@ -981,8 +997,11 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         pooler_output = None
         if self.pooler is not None and layout.has_rows():
             pooler_output = self.pooler(first_token(hidden_states, inputs.mask))
-        return BaseModelOutputWithPoolingAndCrossAttentions(
-            last_hidden_state=hidden_states, pooler_output=pooler_output, **cache_field(inputs.model_cache)
+        return MegaModelOutput(
+            last_hidden_state=hidden_states,
+            pooler_output=pooler_output,
+            attention_mask=None if inputs.mask is None else inputs.mask.long(),
+            **cache_field(inputs.model_cache),
         )
 
     def get_input_embeddings(self) -> nn.Module:
@@ -1097,8 +1116,7 @@ class MegaForImageClassification(MegaPooledHead, MegaPreTrainedModel):
             return_dict=True,
             **kwargs,
         )
-        features = self.summarize(outputs, to_bool_mask("attention_mask", attention_mask))
-        return self.make_output(self.classifier(features), outputs, labels)
+        return self.make_output(self.classifier(self.summarize(outputs)), outputs, labels)
 
 
 class MegaForSequencePairClassification(MegaPooledHead, GenericForSequencePairClassification, MegaPreTrainedModel):
@@ -1116,7 +1134,7 @@ class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):
         self.dropout = nn.Dropout(config.classifier_dropout or 0.0)
         self.classifier = nn.Linear(config.hidden_size, 1)
 
-    def summarize(self, outputs: Any, mask: torch.Tensor | None) -> torch.Tensor:
+    def summarize(self, outputs: Any) -> torch.Tensor:
         return outputs.pooler_output
 
     def score_options(self, features: torch.Tensor) -> torch.Tensor:

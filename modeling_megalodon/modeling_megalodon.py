@@ -12,6 +12,7 @@ to 1.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
 
@@ -414,6 +415,21 @@ class MegalodonPreTrainedModel(CommonPreTrainedModel):
                 init.constant_(module.alpha, 0.1 * 0.5**module.index)
 
 
+@dataclass
+class MegalodonModelOutput(BaseModelOutputWithPast):
+    """Output of `MegalodonModel`. B sequences of T positions, H heads, attention chunks of C positions, width d.
+
+    Args:
+        last_hidden_state: `[B, T, d]`, undefined at padding.
+        attention_mask: `[B, T]`, 1 = a kept position; None = all.
+        cache: cache with `use_cache`.
+        hidden_states: with `output_hidden_states=True`, `[B, T, d]` before and after each layer.
+        attentions: with `output_attentions=True`, `[B, H, chunks, C, C]` of each layer.
+    """
+
+    attention_mask: torch.Tensor | None = None
+
+
 class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
     """Megalodon without a head."""
 
@@ -442,7 +458,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
         cache: MegalodonCache | None = None,
         use_cache: bool | None = None,
         **options: Unpack[TransformersKwargs],
-    ) -> BaseModelOutputWithPast:
+    ) -> MegalodonModelOutput:
         """Run the model on B sequences of T positions.
 
         Args:
@@ -458,8 +474,7 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
                 `token_type_ids` must be 0.
 
         Returns:
-            `last_hidden_state` `[B, T, d]` (undefined at padding), `cache` or None, `hidden_states` N + 1 of
-            `[B, T, d]`, `attentions` N of `[B, H, chunks, C, C]`.
+            `MegalodonModelOutput`.
 
         Raises:
             ValueError: Not exactly one kind of input, an empty batch, an invalid mask, or an argument that Megalodon
@@ -486,8 +501,10 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             hidden_states = run_in_windows(self, hidden_states, inputs)
         else:
             hidden_states = self.run_layers(hidden_states, inputs, inputs.cache)
-        return BaseModelOutputWithPast(
-            last_hidden_state=scatter_states(inputs, hidden_states), **cache_field(inputs.model_cache)
+        return MegalodonModelOutput(
+            last_hidden_state=scatter_states(inputs, hidden_states),
+            attention_mask=None if inputs.mask is None else inputs.mask.long(),
+            **cache_field(inputs.model_cache),
         )
 
     def run_layers(self, hidden_states: torch.Tensor, inputs: Inputs, cache: StateCache | None) -> torch.Tensor:

@@ -15,10 +15,11 @@ from . import reference
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
     """Return `reference.attend` without the weights. Shapes `[B, T, H, K]`, mask `[B, M]`."""
-    if mode() == TRANSFORMED:  # PyTorch's fused kernels have no tangents and no second derivatives
+    current = mode()
+    if current == TRANSFORMED:  # PyTorch's fused kernels have no tangents and no second derivatives
         return reference.attend(query, key, value, mask, scale, dropout)[0]
     # Exported programs must not depend on this package, so export uses PyTorch's own operator.
-    if query.device.type != "cpu" or mode() == EXPORTED:
+    if query.device.type != "cpu" or current == EXPORTED:
         return sdpa(query, key, value, mask, scale, dropout)
     if dropout > 0.0 and not torch.compiler.is_compiling():
         return _in_steps(query, key, value, mask, scale, dropout)

@@ -323,6 +323,7 @@ def run(
         results["packed_last_hidden_state"] = packed.flatten(0, 1) if rows is None else packed[rows.bool()]
     if (states := results.get("last_hidden_state")) is not None and "attention_mask" in inputs:
         assert not states[~kept.any(dim=1)].any()  # of rows without a token
+        assert output.attention_mask.bool().equal(kept) if "attention_mask" in output else kept.all()
     results = {name: x[kept] if x.shape[:2] == kept.shape else x for name, x in results.items()}
     for name in ("attentions", "decoder_attentions", "cross_attentions"):
         for number, weights in enumerate(output.get(name) or ()):

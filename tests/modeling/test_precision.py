@@ -107,7 +107,8 @@ def test_heads_and_losses(name, dtype):
     given = [(MEAN + torch.randn(1, LENGTH, 24, generator=generator)).to(dtype) for _ in range(2)]
     for each in (dtype, torch.float64):
         states, packed = (x.to(each) for x in given)
-        body = LunaModelOutput(states, packed_last_hidden_state=packed, packed_mask=KEEP.long())
+        masks = {"packed_mask": KEEP.long(), "attention_mask": KEEP.long()}
+        body = LunaModelOutput(states, packed_last_hidden_state=packed, **masks)
         model.base_model.forward = lambda body=body, **inputs: body
         labels = {key: x.to(each) if x.is_floating_point() else x for key, x in labels.items()}
         outputs.append(model.to(each)(**inputs, **labels))
