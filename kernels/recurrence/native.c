@@ -61,7 +61,7 @@ typedef struct {
     float *final;                   /* [S, D, N, P] or NULL */
     const float *grad_final;        /* [S, D, N, P] or NULL = 0 */
     float *grad_initial;            /* [S, D, N, P] or NULL */
-    float *grad_decay, *grad_phase; /* [R, N]: by log |q|, and by the angle of q (P = 2) */
+    float *grad_decay, *grad_radians; /* [R, N]: by log |q|, and by the angle of q in radians (P = 2) */
     float *grad_in, *grad_weight;   /* [R, N]; [R, N, P] */
     float *grad_skip;               /* [D] or NULL */
     int64_t sequences, length, channels, states;

@@ -33,7 +33,7 @@ typedef struct {
     V taps[2 * TILE];       /* k of lag l at TILE + l, of both directions, with the skip at lag 0 */
     V skip;
     D grad_taps[2 * TILE][2], grad_skip[2];
-    V *rows;                /* [length]: the gradients of the arguments of silu */
+    V *grad_silu;           /* [length]: the gradients of the arguments of silu */
     void *memory;
 } Work;
 
@@ -445,7 +445,7 @@ static TARGET void NAME(scan_again)(Work *k, int64_t sequence, int64_t first, in
         NAME(load_rows)(k, gradient, c->gradient, NULL, t, rows, tiles);
         if (c->silu) {
             NAME(through_silu)(k, t, i, rows, tiles, x, gradient);
-            memcpy(k->rows + i * TILE, gradient, (size_t)rows * sizeof(V));
+            memcpy(k->grad_silu + i * TILE, gradient, (size_t)rows * sizeof(V));
         }
         if (c->directions == 1) continue;
         NAME(project_twice)(k, other, x, other->of_x, INWARD(1), tiles);
@@ -473,7 +473,7 @@ static TARGET void NAME(backward_sequence)(Work *k, int64_t sequence) {
         int64_t t = first + start * TILE, before = t - tiles * TILE;
         NAME(load_rows)(k, x, c->x, c->mask, t, rows, tiles);
         if (c->silu) {
-            memcpy(gradient, k->rows + start * TILE, (size_t)rows * sizeof(V));
+            memcpy(gradient, k->grad_silu + start * TILE, (size_t)rows * sizeof(V));
             memset(gradient + rows, 0, (size_t)(tiles * TILE - rows) * sizeof(V));
         } else NAME(load_rows)(k, gradient, c->gradient, NULL, t, rows, tiles);
         NAME(project_twice)(k, side, x, side->of_x, INWARD(0), tiles);
@@ -601,7 +601,7 @@ static TARGET int64_t NAME(lay_out)(Work *k, V *memory, int64_t longest, int gra
         TAKE(side->states, all);
         if (direction) { TAKE(side->ends, all); }
     }
-    if (gradients && c->silu) { TAKE(k->rows, longest); }
+    if (gradients && c->silu) { TAKE(k->grad_silu, longest); }
 #undef TAKE
     return used;
 }
@@ -670,7 +670,7 @@ static void NAME(reduce)(const Job *job, int64_t block) {
             c->grad_in[row] = (float)sums[(2 * M + n) * LANES + l];
             if (P == 1) continue;
             c->grad_weight[row * 2 + 1] = (float)-sums[at + LANES];
-            c->grad_phase[row] = (float)-sums[M * LANES + at + LANES];
+            c->grad_radians[row] = (float)-sums[M * LANES + at + LANES];
         }
     for (int64_t l = 0; c->grad_skip && l < lanes; l++) c->grad_skip[first + l] = (float)sums[l];
 }

@@ -135,15 +135,15 @@ class Recurrence(NamedTuple):
         """Return the output of a call, and the states after `lengths` `[B]` positions; the mask drops later ones."""
         sequences = call["sequences"]._replace(lengths=None)
         output, _ = run(**call | {"sequences": sequences, "return_state": False})
-        # Align the rows to the end: dropped positions before the first token leave the zero state unchanged.
-        rows = {"x": to_end(call["x"], lengths), "sequences": Sequences(to_end(sequences.mask, lengths))}
-        _, state = run(**call | rows | {"skip": None, "initial_state": None, "return_state": True})
+        # Align the sequences to the end: dropped positions before the first token leave the zero state unchanged.
+        aligned = {"x": to_end(call["x"], lengths), "sequences": Sequences(to_end(sequences.mask, lengths))}
+        _, state = run(**call | aligned | {"skip": None, "initial_state": None, "return_state": True})
         initial, dtype = call["initial_state"], upcast_dtype(call["x"], *call["parameters"])
         if initial is None:
             return output, state
         with without_autocast(state.device.type):
             coefficients = self.coefficients(*(parameter.to(dtype) for parameter in call["parameters"]))
-            decays = powers(coefficients.log_decay, coefficients.turn, lengths).permute(3, 0, 1, 2)
+            decays = powers(coefficients.log_decay, coefficients.turns, lengths).permute(3, 0, 1, 2)
             return output, state + times(decays, initial.to(dtype).reshape(decays.shape)).reshape(state.shape)
 
 

@@ -114,25 +114,25 @@ def decayed_positions(count, is_last):
 
 
 @triton.jit
-def load_rate(rates, rows, states, tile, STEPS: tl.constexpr, PARTS: tl.constexpr):
-    """Return q, and the part of a state that is lost to rounding of q in STEPS steps; see `triton_scan.Rows`."""
+def load_rate(rates, rate_places, states, tile, STEPS: tl.constexpr, PARTS: tl.constexpr):
+    """Return q, and the part of a state that is lost to rounding of q in STEPS steps; see `triton_scan.ByDirection`."""
     if PARTS == 1:
-        q, lost = _decay(tl.load(rates + rows, tile, other=LOWEST_LOG_Q), STEPS)
+        q, lost = _decay(tl.load(rates + rate_places, tile, other=LOWEST_LOG_Q), STEPS)
         return (q,), (lost,)
     else:
-        lost = load(rates + 2 * states, rows, states, tile, PARTS)
-        return load(rates, rows, states, tile, PARTS), (lost[0] * STEPS, lost[1] * STEPS)
+        lost = load(rates + 2 * states, rate_places, states, tile, PARTS)
+        return load(rates, rate_places, states, tile, PARTS), (lost[0] * STEPS, lost[1] * STEPS)
 
 
 @triton.jit
-def _load_chunk_rate(rates, rows, states, tile, chunk, PARTS: tl.constexpr):
+def _load_chunk_rate(rates, rate_places, states, tile, chunk, PARTS: tl.constexpr):
     """Return q^C - 1 and C q^(C-1) for C = `chunk` positions; a complex average needs a power of two.
 
-    `rates` are described at `triton_scan.Rows`.
+    `rates` are described at `triton_scan.ByDirection`.
     """
     if PARTS == 2:
         rates += 4 * states
-    log_q = tl.maximum(tl.load(rates + rows, tile, other=LOWEST_LOG_Q), LOWEST_LOG_Q)
+    log_q = tl.maximum(tl.load(rates + rate_places, tile, other=LOWEST_LOG_Q), LOWEST_LOG_Q)
     steps = chunk.to(tl.float32)
     total = log_q * steps
     change = tl.where(total > -0.5, _minus_one(total), tl.exp(total) - 1.0)
@@ -140,11 +140,11 @@ def _load_chunk_rate(rates, rows, states, tile, chunk, PARTS: tl.constexpr):
     if PARTS == 1:
         return (change,), (slope,)
     else:
-        turn, rest = load(rates + states, rows, states, tile, PARTS)
+        step_turns, rest = load(rates + states, rate_places, states, tile, PARTS)
         # The first product is exact, because the number of positions is a power of two.
-        turns = turn * steps
+        turns = step_turns * steps
         turns = turns - tl.floor(turns + 0.5) + rest * steps
-        turned, turned_less = _turned_minus_one(turns), _turned_minus_one(turns - turn - rest)
+        turned, turned_less = _turned_minus_one(turns), _turned_minus_one(turns - step_turns - rest)
         # (1 + a) (1 + b) - 1 = a (1 + b) + b
         change = change * (1.0 + turned[0]) + turned[0], (1.0 + change) * turned[1]
         return change, (slope * (1.0 + turned_less[0]), slope * turned_less[1])
@@ -153,7 +153,7 @@ def _load_chunk_rate(rates, rows, states, tile, chunk, PARTS: tl.constexpr):
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def chunk_state_kernel(
     signal, mask,  # [B, T, D], [B, T]
-    rates, weight,  # see `triton_scan.Rows`
+    rates, weight,  # see `triton_scan.ByDirection`
     starts,  # [S, P, N, D]
     ends,  # [directions, 1 or 2 with SLOPE, slots, P, N, D]
     cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,  # see `Plan`
@@ -174,18 +174,18 @@ def chunk_state_kernel(
     from_end = (direction == 1) != FLIPPED
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     states, end = channels * N, tl.where(inside, count, 0)
-    rows = n * width + direction * channels + d[None, :]
-    state_places = rows if PARTS == 2 else n * channels + d[None, :]  # if equal, one variable saves registers
+    rate_places = n * width + direction * channels + d[None, :]
+    state_places = rate_places if PARTS == 2 else n * channels + d[None, :]  # if equal, one variable saves registers
     state, slope = zeros([BLOCK_N, BLOCK_D], PARTS), zeros([BLOCK_N, BLOCK_D], PARTS)
     if starts is not None:
         is_first = begin + chunk >= size if FLIPPED else number == 0
         if is_first:
             state = load(starts + sequence * PARTS * states, state_places, states, tile, PARTS)
         decayed = decayed_positions(count, is_first)
-    q, lost = load_rate(rates, rows, states, tile, UNROLL, PARTS)
+    q, lost = load_rate(rates, rate_places, states, tile, UNROLL, PARTS)
     entry = None
     if weight is not None:
-        entry = load(weight, rows, states, tile, PARTS if FLIPPED else 1)
+        entry = load(weight, rate_places, states, tile, PARTS if FLIPPED else 1)
     values = signal + row * stride_b + (first + begin) * stride_t + d * stride_d
     token = row * length + first + begin
     # A scan from the end begins with padding to UNROLL steps.
@@ -216,7 +216,7 @@ def chunk_state_kernel(
 
 
 @triton.jit
-def _of_row(is_row, number):
+def _select_row(is_row, number):
     """Return one row `[1, columns]` of a number."""
     if len(number) == 1:
         return (tl.sum(tl.where(is_row, number[0], 0.0), 0, keep_dims=True),)
@@ -228,7 +228,7 @@ def _of_row(is_row, number):
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def state_passing_kernel(
     ends,  # [directions, 1 or 2 with SLOPE, slots, P, N, D]
-    rates,  # see `triton_scan.Rows`
+    rates,  # see `triton_scan.ByDirection`
     starts,  # [S, P, N, D]
     own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
     N: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, PARTS: tl.constexpr, FLIPPED: tl.constexpr,
@@ -246,15 +246,15 @@ def state_passing_kernel(
     states = channels * N
     place = tl.multiple_of(block * BLOCK + tl.arange(0, BLOCK), 1)[None, :]
     inside = place < states
-    rows = place // channels * width + direction * channels + place % channels
-    change, slope_change = _load_chunk_rate(rates, rows, states, inside, chunk, PARTS)
+    rate_places = place // channels * width + direction * channels + place % channels
+    change, slope_change = _load_chunk_rate(rates, rate_places, states, inside, chunk, PARTS)
     count = tl.maximum(tl.cdiv(size, chunk), 1)
     state, slope = zeros([1, BLOCK], PARTS), zeros([1, BLOCK], PARTS)
     if starts is not None:
         state = load(starts + sequence * PARTS * states, place, states, inside, PARTS)
         # If FLIPPED, `starts` are gradients of the states after the last position, which does not decay them.
         first_steps = size - (count - 1) * chunk - 1 if FLIPPED else chunk
-        first_change, _ = _load_chunk_rate(rates, rows, states, inside, first_steps, PARTS)
+        first_change, _ = _load_chunk_rate(rates, rate_places, states, inside, first_steps, PARTS)
     ahead = tl.arange(0, AHEAD)[:, None]
     own = direction * (2 if SLOPE else 1) * slots + first_slot
     for start in range(0, count, AHEAD):
@@ -275,8 +275,8 @@ def state_passing_kernel(
             if SLOPE:
                 slope_carried = select(ahead == i, slope, slope_carried)
                 moved = add(times(slope, own_change), times(state, slope_change))
-                slope = add(add(slope, moved), _of_row(ahead == i, slope_gained))
-            state = add(state, add(times(state, own_change), _of_row(ahead == i, gained)))
+                slope = add(add(slope, moved), _select_row(ahead == i, slope_gained))
+            state = add(state, add(times(state, own_change), _select_row(ahead == i, gained)))
         store(values, place, states, used, carried)
         if SLOPE:
             store(slopes, place, states, used, slope_carried)

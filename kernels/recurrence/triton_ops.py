@@ -26,8 +26,8 @@ def of_coefficients(
     initial_state: Tensor | None, return_state: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return `diagonal_ssm` (input weight 1) for real states without a skip, or complex states in one direction."""
-    of = coefficients
-    values = of.log_decay, of.turn, None, of.weight_out
+    log_decay, turns, _, weight_out = coefficients
+    values = log_decay, turns, None, weight_out
     return _run(False, x, values, skip, sequences, shift, initial_state, return_state)
 
 
@@ -60,14 +60,14 @@ def _formula(
     if fused:
         assert second is not None and third is not None
         compute = damped_coefficients if weight_out.dim() == 2 else complex_coefficients
-        of = compute(first.float(), second.float(), third.float(), weight_out.float())
+        coefficients = compute(first.float(), second.float(), third.float(), weight_out.float())
     else:
-        of = Coefficients(first, second, torch.ones_like(first), weight_out)
-    return formula.average(x, of, skip, Sequences(mask), shift, None, initial, return_state)
+        coefficients = Coefficients(first, second, torch.ones_like(first), weight_out)
+    return formula.average(x, coefficients, skip, Sequences(mask), shift, None, initial, return_state)
 
 
-# `first` to `weight_out` are the parameters of `damped_ema` or `complex_ema` (`fused`), or log |q|, the angle of q in
-# turns (None: real), None, and the weight of the state.
+# `first` to `weight_out` are the parameters of `damped_ema` or `complex_ema` (`fused`), or log |q|, the turns of q
+# (None: real), None, and the weight of the state.
 _operator = register(
     "moving_average_triton",
     "Tensor x, Tensor? mask, Tensor? skip, Tensor first, Tensor? second, Tensor? third, Tensor weight_out, "

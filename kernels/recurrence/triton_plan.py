@@ -46,11 +46,11 @@ class Plan(NamedTuple):
     tile: dict[str, int]
     sizes: tuple[Any, ...]
 
-    def of_states(self, *shape: int) -> tuple[int, ...]:
+    def state_shape(self, *shape: int) -> tuple[int, ...]:
         """Return the shape of states, `[*shape, P, N, D]`."""
         return *shape, *(() if self.parts == 1 else (self.parts,)), self.states, self.channels
 
-    def of_directions(self, values: Tensor) -> Sequence[Tensor]:
+    def each_direction(self, values: Tensor) -> Sequence[Tensor]:
         """Return the values `[directions, ...]` of each direction, without an operator if there is only one."""
         return [values] if self.directions == 1 else values.unbind()
 

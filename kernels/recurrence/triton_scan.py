@@ -38,13 +38,13 @@ from .triton_plan import Plan, choose
 # The rates and the weights of the input in the state and of the state in the average, for each direction. Real: log q,
 # p beta and eta / sqrt(N), `[N, D]` with rows that are R apart. Complex: the factors `[7, N, D]` of
 # `triton_coefficients`, p `[N, D]` and gamma / sqrt(N) `[2, N, D]`.
-Rows = list[tuple[Tensor, ...]]
+ByDirection = list[tuple[Tensor, ...]]
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _scan_kernel(
     signal, mask,  # [B, T, D], [B, T]
-    rates, weight_in, weight_out,  # see `Rows`
+    rates, weight_in, weight_out,  # see `ByDirection`
     skip,  # [D]
     starts,  # [slots, P, N, D]
     other, x, output,  # [B, T, D]
@@ -67,11 +67,11 @@ def _scan_kernel(
         return
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     states, end = channels * N, tl.where(inside, count, 0)
-    rows = n * width + d[None, :]
-    state_places = rows if PARTS == 2 else n * channels + d[None, :]  # if equal, one variable saves registers
-    q, lost = load_rate(rates, rows, states, tile, UNROLL, PARTS)
-    entry = load(weight_in, rows, states, tile, PARTS if GRADIENT else 1)
-    exit = load(weight_out, rows, states, tile, 1 if GRADIENT else PARTS)
+    rate_places = n * width + d[None, :]
+    state_places = rate_places if PARTS == 2 else n * channels + d[None, :]  # if equal, one variable saves registers
+    q, lost = load_rate(rates, rate_places, states, tile, UNROLL, PARTS)
+    entry = load(weight_in, rate_places, states, tile, PARTS if GRADIENT else 1)
+    exit = load(weight_out, rate_places, states, tile, 1 if GRADIENT else PARTS)
     if not SCALED:
         exit = times(exit, entry)
     state = zeros([BLOCK_N, BLOCK_D], PARTS)
@@ -142,7 +142,7 @@ def _scan_kernel(
         tl.store(sums + slot * states + state_places, total, tile)
 
 
-def coefficients_of(plan: Plan, coefficients: Tensor) -> Rows:
+def coefficients_by_direction(plan: Plan, coefficients: Tensor) -> ByDirection:
     """Return the coefficients of each direction; `coefficients` is the result of `damped` or `complex_factors`."""
     if plan.parts == 2:
         return [(coefficients[:7], coefficients[7], coefficients[8:])]
@@ -156,7 +156,7 @@ def channels_last(states: Tensor) -> Tensor:
 
 
 def states_before(
-    plan: Plan, signal: Tensor, mask: Tensor | None, coefficients: Rows, scaled: bool, initial: Tensor | None,
+    plan: Plan, signal: Tensor, mask: Tensor | None, coefficients: ByDirection, scaled: bool, initial: Tensor | None,
     *, flipped: bool = False, slope: bool = False,
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """Return the states of each direction before every chunk, `[slots, P, N, D]`; with slopes `[2, slots, P, N, D]`.
@@ -166,7 +166,7 @@ def states_before(
     rates, weight, _ = coefficients[0]  # the kernels add the offset of direction 1
     if plan.chunks == 1:
         return [initial] * plan.directions
-    ends = rates.new_empty(plan.of_states(plan.directions, *(2,) * slope, plan.slots))
+    ends = rates.new_empty(plan.state_shape(plan.directions, *(2,) * slope, plan.slots))
     options = {"PARTS": plan.parts, "FLIPPED": flipped, "SLOPE": slope}
     # `state_passing_kernel` starts from real initial states, but decays complex states only over complete chunks.
     starts = None if plan.parts == 1 else initial
@@ -177,11 +177,11 @@ def states_before(
         state_passing_kernel, (blocks * plan.sequences, plan.directions), ends, rates, initial, blocks, *plan.sizes,
         N=plan.states, BLOCK=128, AHEAD=8 // plan.parts, num_warps=4, num_stages=1, **options,
     )  # fmt: skip
-    return plan.of_directions(ends)
+    return plan.each_direction(ends)
 
 
 def scan(
-    plan: Plan, direction: int, signal: Tensor, mask: Tensor | None, coefficients: Rows,
+    plan: Plan, direction: int, signal: Tensor, mask: Tensor | None, coefficients: ByDirection,
     starts: Sequence[Tensor | None], output: Tensor, *, scaled: bool = False, skip: Tensor | None = None,
     other: Tensor | None = None, last: Tensor | None = None, x: Tensor | None = None, sums: Tensor | None = None,
     gradient: bool = False,
@@ -200,7 +200,7 @@ def scan(
     return output
 
 
-def kernel_coefficients(fused: bool) -> Any:
+def coefficient_kernels(fused: bool) -> Any:
     """Return the module that computes the coefficients of the kernels, and the gradients of the parameters."""
     return triton_coefficients if fused else triton_diagonal
 
@@ -208,20 +208,20 @@ def kernel_coefficients(fused: bool) -> Any:
 def forward(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result, the final states (empty unless requested), and the coefficients of the kernels."""
     mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen, fused = contiguous(*inputs)
-    x, kernel_set = x.resolve_neg(), kernel_coefficients(fused)
+    x, kernel_set = x.resolve_neg(), coefficient_kernels(fused)
     initial, is_complex = None if initial is None else channels_last(initial), parameters[3].dim() == 3
     coefficients = (kernel_set.complex_factors if is_complex else kernel_set.damped)(*parameters)
     scaled = is_complex or initial is not None
 
     def run(plan: Plan) -> tuple[Tensor, Tensor | None]:
-        rows = coefficients_of(plan, coefficients)
-        last = rows[0][0].new_empty(plan.of_states(plan.sequences)) if return_state else None
-        starts, other = states_before(plan, x, mask, rows, scaled, initial), None
+        by_direction = coefficients_by_direction(plan, coefficients)
+        last = by_direction[0][0].new_empty(plan.state_shape(plan.sequences)) if return_state else None
+        starts, other = states_before(plan, x, mask, by_direction, scaled, initial), None
         if plan.directions == 2:
             # Direction 1 stays in float32 until direction 0 is added.
-            other = scan(plan, 1, x, mask, rows, starts, rows[0][0].new_empty(x.shape))
+            other = scan(plan, 1, x, mask, by_direction, starts, by_direction[0][0].new_empty(x.shape))
         output = x.new_empty(x.shape)
-        scan(plan, 0, x, mask, rows, starts, output, scaled=scaled, skip=skip, other=other, last=last)
+        scan(plan, 0, x, mask, by_direction, starts, output, scaled=scaled, skip=skip, other=other, last=last)
         return output, last
 
     output, last = choose(_scan_kernel, run, x, parameters, shift, cu_seqlens, max_seqlen)

@@ -27,10 +27,10 @@ from .triton_numbers import (
 )
 from .triton_plan import Plan, choose
 from .triton_scan import (
-    Rows,
+    ByDirection,
     channels_last,
-    coefficients_of,
-    kernel_coefficients,
+    coefficient_kernels,
+    coefficients_by_direction,
     scan,
     states_before,
 )
@@ -39,7 +39,7 @@ from .triton_scan import (
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _gradient_kernel(
     gradient, x, mask,  # [B, T, D], [B, T, D], [B, T]
-    rates, weight_in, weight_out,  # see `Rows`
+    rates, weight_in, weight_out,  # see `ByDirection`
     starts,  # [1 or 2 with CARRIED, slots, P, N, D]
     last_gradient,  # [S, P, N, D]
     sums,  # [slots, 2, P, N, D]
@@ -62,13 +62,13 @@ def _gradient_kernel(
         return
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     states, end = channels * N, tl.where(inside, count, 0)
-    rows = n * width + d[None, :]
-    state_places = rows if PARTS == 2 else n * channels + d[None, :]  # if equal, one variable saves registers
-    q, lost = load_rate(rates, rows, states, tile, UNROLL, PARTS)
+    rate_places = n * width + d[None, :]
+    state_places = rate_places if PARTS == 2 else n * channels + d[None, :]  # if equal, one variable saves registers
+    q, lost = load_rate(rates, rate_places, states, tile, UNROLL, PARTS)
     if SCALED or skip is not None:
-        entry = load(weight_in, rows, states, tile, 1)
+        entry = load(weight_in, rate_places, states, tile, 1)
         if PARTS == 1:
-            exit = load(weight_out, rows, states, tile, PARTS)
+            exit = load(weight_out, rate_places, states, tile, PARTS)
             if not SCALED:
                 exit = times(exit, entry)
     state, slope = zeros([BLOCK_N, BLOCK_D], PARTS), zeros([BLOCK_N, BLOCK_D], PARTS)
@@ -130,7 +130,7 @@ def _gradient_kernel(
                 skip_sum += received * entering
     if SCALED:
         if PARTS == 2:  # loaded here, because the scan needs all registers
-            exit = load(weight_out, rows, states, tile, PARTS)
+            exit = load(weight_out, rate_places, states, tile, PARTS)
         slope_sum = times(slope_sum, exit)
         if last_gradient is not None:
             if begin + chunk >= size:
@@ -157,55 +157,57 @@ def backward(
     scaled = is_complex or initial is not None or arriving is not None
 
     def run(plan: Plan) -> list[Tensor | None]:
-        rows = coefficients_of(plan, coefficients)
-        received, sums, grad_skip = _parameter_sums(plan, gradient, arriving, x, mask, skip, rows, first, scaled)
-        rows = [(rates, weight_out, weight_in) for rates, weight_in, weight_out in rows]
-        starts = states_before(plan, received, None, rows, scaled, arriving, flipped=True)
+        by_direction = coefficients_by_direction(plan, coefficients)
+        received, sums, grad_skip = _parameter_sums(
+            plan, gradient, arriving, x, mask, skip, by_direction, first, scaled
+        )
+        by_direction = [(rates, weight_out, weight_in) for rates, weight_in, weight_out in by_direction]
+        starts = states_before(plan, received, None, by_direction, scaled, arriving, flipped=True)
         options: dict[str, Any] = {"scaled": scaled, "gradient": True}
         other = before = input_sums = None
         if plan.directions == 2:
-            other = scan(plan, 1, received, mask, rows, starts, sums.new_empty(x.shape), **options)
+            other = scan(plan, 1, received, mask, by_direction, starts, sums.new_empty(x.shape), **options)
         if initial is not None:
-            before = sums.new_empty(plan.of_states(plan.sequences))
+            before = sums.new_empty(plan.state_shape(plan.sequences))
         if scaled:
             input_sums = sums.new_zeros(plan.slots, plan.states, plan.channels)
             options |= {"x": x, "sums": input_sums}
         options |= {"skip": skip, "other": other, "last": before}
-        grad_x = scan(plan, 0, received, mask, rows, starts, x.new_empty(x.shape), **options)
+        grad_x = scan(plan, 0, received, mask, by_direction, starts, x.new_empty(x.shape), **options)
         return [grad_x, grad_skip, before, sums, None if input_sums is None else input_sums.sum(0)]
 
     grad_x, grad_skip, before, *sums = choose(_gradient_kernel, run, x, parameters, shift, cu_seqlens, max_seqlen)
     if before is not None:
         before = channels_last(before)
         before = (conjugate(before) if is_complex else before).to(initial.dtype)
-    of_parameters = kernel_coefficients(fused).backward(*sums, *parameters)
-    return [grad_x, None if skip is None else grad_skip.to(skip.dtype), *of_parameters, before]
+    grad_parameters = coefficient_kernels(fused).backward(*sums, *parameters)
+    return [grad_x, None if skip is None else grad_skip.to(skip.dtype), *grad_parameters, before]
 
 
 def _parameter_sums(
     plan: Plan, gradient: Tensor, last_gradient: Tensor | None, x: Tensor, mask: Tensor | None, skip: Tensor | None,
-    rows: Rows, initial: Tensor | None, scaled: bool,
+    by_direction: ByDirection, initial: Tensor | None, scaled: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Return the gradient of the average, the sums `[directions, 2, P, N, D]`, and the gradient of the skip."""
-    rates = rows[0][0]
-    starts = states_before(plan, x, mask, rows, scaled, initial, slope=True)
+    rates = by_direction[0][0]
+    starts = states_before(plan, x, mask, by_direction, scaled, initial, slope=True)
     # Varlen sequences leave slots unused.
-    sums = rates.new_zeros(plan.of_states(plan.directions, plan.slots, 2))
+    sums = rates.new_zeros(plan.state_shape(plan.directions, plan.slots, 2))
     inner = other = skip_sums = None
     if skip is not None:
         skip_sums = rates.new_zeros(plan.slots, plan.channels)
         inner = rates.new_empty(x.shape) if plan.parts == 1 else None
         if plan.directions == 2:
             # Recomputed, because storing a float32 tensor of the size of x in the forward pass takes more memory.
-            other = scan(plan, 1, x, mask, rows, starts, rates.new_empty(x.shape))
+            other = scan(plan, 1, x, mask, by_direction, starts, rates.new_empty(x.shape))
     finish: tuple[Tensor | None, ...] = (skip, other, inner, skip_sums)
     # 200 registers: an A100 runs ten programs per multiprocessor instead of eight, although Triton 3.6 and 3.7 spill.
     few_registers = plan.parts == 1 and scaled and target(x.device).capability == (8, 0)
-    for direction, of_direction in enumerate(plan.of_directions(sums)):
+    for direction, direction_sums in enumerate(plan.each_direction(sums)):
         plan.launch(
             _gradient_kernel,
-            *(gradient, x, mask, *rows[direction]),
-            *(starts[direction], last_gradient, of_direction, *finish, *plan.sizes),
+            *(gradient, x, mask, *by_direction[direction]),
+            *(starts[direction], last_gradient, direction_sums, *finish, *plan.sizes),
             *(*gradient.stride(), *x.stride()),
             UNROLL=plan.unroll // 2,  # twice as many tiles of states leave fewer registers for inputs
             REVERSED=direction == 1,

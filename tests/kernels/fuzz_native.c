@@ -109,7 +109,7 @@ static void fuzz_average(uint64_t seed) {
     if (!both && draw(2)) c.final = result(H);
     if (!both && draw(2)) c.grad_final = floats(H);
     c.grad_decay = result(R * N), c.grad_in = result(R * N), c.grad_weight = result(R * N * P);
-    if (P == 2) c.grad_phase = result(R * N);
+    if (P == 2) c.grad_radians = result(R * N);
     uint64_t first[2] = {0, 0};
     for (int threads = 1; threads < 5; threads += 3) for (int backward = 0; backward < 2; backward++) {
         Call now = c;
@@ -119,7 +119,7 @@ static void fuzz_average(uint64_t seed) {
         uint64_t sum = digest(now.out, X, half, seed);
         if (!backward) sum += digest(c.final, H, 0, seed);
         else {
-            sum += digest(c.grad_decay, R * N, 0, seed) + digest(c.grad_phase, R * N, 0, seed) * 3;
+            sum += digest(c.grad_decay, R * N, 0, seed) + digest(c.grad_radians, R * N, 0, seed) * 3;
             sum += digest(c.grad_in, R * N, 0, seed) * 5 + digest(c.grad_weight, R * N * P, 0, seed) * 7;
             sum += digest(c.grad_skip, D, 0, seed) * 11 + digest(c.grad_initial, H, 0, seed) * 13;
         }
