@@ -25,8 +25,8 @@ def step(
     elif column is None and start is None:
         scale = 1.0 / keys
     else:
-        seen: Any = keys if column is None else column + 1
-        query = query / (seen if start is None else (seen + start).clamp(min=1))[:, None, None]
+        visible: Any = keys if column is None else column + 1
+        query = query / (visible if start is None else (visible + start).clamp(min=1))[:, None, None]
     # [B, S, 1]: on CPU, many short rows times a column take half the time of one row times many columns.
     bias = query.new_zeros(()) if bias is None else _select(bias, keys, column)
     scores = torch.baddbmm(bias.to(dtype), key.to(dtype), query, alpha=scale).mT

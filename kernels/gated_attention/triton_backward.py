@@ -53,7 +53,7 @@ def _delta_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "width", "chunks", "offset", "center", "first_segment", "first_query", "row_blocks", "key_blocks", "q_row",
+        "width", "chunks", "offset", "center", "first_segment", "first_query", "query_blocks", "key_blocks", "q_row",
         "q_token", "k_row", "k_token", "v_row", "v_token", "grad_row", "grad_token",
     ]
 )  # fmt: skip
@@ -69,7 +69,7 @@ def _scores_kernel(
     SEED,  # [1]
     queries, keys, width, chunk, chunks, offset, center, threshold, rescale,  # see `GatedCall` and `dropping`
     q_row, q_token, k_row, k_token, v_row, v_token, grad_row, grad_token,  # strides
-    first_segment, first_query, band, stride, row_blocks, key_blocks,
+    first_segment, first_query, band, stride, query_blocks, key_blocks,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -79,11 +79,11 @@ def _scores_kernel(
     Tiles without visible keys are neither written, nor read by other kernels.
     """
     program = tl.program_id(0)
-    local = program // key_blocks // row_blocks
+    local = program // key_blocks // query_blocks
     segment = first_segment + local
     row, start, n_queries, n_keys = find_segment(segment, BOUNDS, queries, keys, chunk, chunks)
     n_queries = tl.minimum(n_queries, first_query + band)
-    first = first_query + program // key_blocks % row_blocks * BLOCK_M
+    first = first_query + program // key_blocks % query_blocks * BLOCK_M
     first_key = program % key_blocks * BLOCK_N
     if (first >= n_queries) | (first_key >= n_keys):
         return
@@ -165,15 +165,15 @@ def product_kernel(
     if TRANSPOSED:
         if CAUSAL:
             low = tl.maximum(low, (first - offset) // BLOCK_K * BLOCK_K)
-        rows = n_keys
+        outer_end = n_keys
     else:
         first += first_query
         low = 0
         high = n_keys
         if CAUSAL:
             high = tl.minimum(n_keys, offset + first + BLOCK_M)
-        rows = n_queries
-    if first >= rows:
+        outer_end = n_queries
+    if first >= outer_end:
         return
     outer = first + tl.arange(0, BLOCK_M)
     # Dividing relative to the midpoint of the divisors i + 1 avoids overflow and loss of precision in fp16.
@@ -201,8 +201,8 @@ def product_kernel(
     total = keys if TRANSPOSED else queries
     place = row * total + start + outer
     if ADD:
-        output += load_tile(OUT, place, COLUMNS, outer < rows, column, COLUMNS)
-    store_tile(OUT, place, COLUMNS, outer < rows, column, COLUMNS, output)
+        output += load_tile(OUT, place, COLUMNS, outer < outer_end, column, COLUMNS)
+    store_tile(OUT, place, COLUMNS, outer < outer_end, column, COLUMNS, output)
 
 
 @triton.jit(
@@ -372,12 +372,12 @@ def _whole(size: int, block: int) -> int:
 def write_scores(part: Part, grad_output: Tensor | None, lse: Tensor | None, delta: Tensor | None) -> None:
     """Write the weights of a part and, if `grad_output` is given, the gradient of the scores."""
     call, blocks = part.call, part.blocks
-    row_blocks, key_blocks = part.band // blocks.queries, part.stride // blocks.keys
+    query_blocks, key_blocks = part.band // blocks.queries, part.stride // blocks.keys
     numbers, unit = call.numbers(grad_output)
     triton_launch.launch(
-        _scores_kernel, (part.segments * row_blocks * key_blocks,),
+        _scores_kernel, (part.segments * query_blocks * key_blocks,),
         call.query, call.key, call.value, grad_output, lse, delta, part.weights, part.grad_scores,
-        *numbers, part.first_segment, part.first_query, part.band, part.stride, row_blocks, key_blocks,
+        *numbers, part.first_segment, part.first_query, part.band, part.stride, query_blocks, key_blocks,
         num_warps=blocks.warps, num_stages=blocks.stages, **call.constants,
         UNIT=unit, BLOCK_Z=call.block_z, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
         BLOCK_V=block_of(call.width, blocks.inner),
@@ -389,16 +389,16 @@ def multiply_scores(
 ) -> None:
     """Multiply the weights of a part, or the gradient of its scores, by `x`; the arguments as for `product_kernel`."""
     call, blocks, columns = part.call, part.blocks, x.shape[2]
-    rows, outer, inner = part.band, blocks.queries, blocks.keys
+    size, outer, inner = part.band, blocks.queries, blocks.keys
     if transposed:
-        rows, outer, inner = call.keys, blocks.keys, blocks.queries
+        size, outer, inner = call.keys, blocks.keys, blocks.queries
     block_columns = block_of(columns, blocks.columns)
-    row_blocks, slices = cdiv(rows, outer), cdiv(columns, block_columns)
+    outer_blocks, slices = cdiv(size, outer), cdiv(columns, block_columns)
     triton_launch.launch(
-        product_kernel, (part.segments * row_blocks * slices,),
+        product_kernel, (part.segments * outer_blocks * slices,),
         scores, x, output, call.mask, call.live, call.bounds,
         *call.sizes, *strides(x, number=2),
-        part.first_segment, part.first_query, part.band, part.stride, row_blocks, slices,
+        part.first_segment, part.first_query, part.band, part.stride, outer_blocks, slices,
         num_warps=blocks.warps, num_stages=blocks.stages, **call.constants,
         COLUMNS=columns, TRANSPOSED=transposed, SCALED=scaled, ADD=add,
         BLOCK_M=outer, BLOCK_K=min(inner, blocks.inner), BLOCK_N=block_columns,

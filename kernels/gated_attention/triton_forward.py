@@ -166,10 +166,10 @@ def _forward_kernel(
         output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        seen = n_keys
+        visible = n_keys
         if CAUSAL:
-            seen = tl.minimum(n_keys, offset + (block + 1) * BLOCK_M)
-        for first in range(0, seen, BLOCK_N):
+            visible = tl.minimum(n_keys, offset + (block + 1) * BLOCK_M)
+        for first in range(0, visible, BLOCK_N):
             j = first + tl.arange(0, BLOCK_N)
             live = load_kept(MASK, row * keys + start, j, n_keys)
             products = multiply(q, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
@@ -258,17 +258,17 @@ class GatedCall:
 def _count_live(mask: Tensor, bounds: Tensor | None, chunk: int, segments: int) -> Tensor:
     """Return the number of unmasked keys of every segment."""
     if bounds is not None:
-        seen = torch.nn.functional.pad(mask[0].cumsum(0, dtype=torch.int32), (1, 0))
-        return (seen[bounds[:, 1]] - seen[bounds[:, 0]]).contiguous()
+        live_before = torch.nn.functional.pad(mask[0].cumsum(0, dtype=torch.int32), (1, 0))
+        return (live_before[bounds[:, 1]] - live_before[bounds[:, 0]]).contiguous()
     batch, keys = mask.shape
     padded = torch.nn.functional.pad(mask, (0, segments // max(batch, 1) * chunk - keys))
     return padded.view(segments, chunk).sum(dim=1, dtype=torch.int32)
 
 
 class ForwardTiles(NamedTuple):
-    """A configuration: tiles of the forward kernel (rows of queries, keys, columns of the value), and its options."""
+    """A configuration: tiles of the forward kernel (queries, keys, columns of the value), and its options."""
 
-    rows: int
+    queries: int
     keys: int
     columns: int
     warps: int
@@ -279,43 +279,43 @@ def _configurations(call: GatedCall) -> list[ForwardTiles]:
     """Return candidate configurations that spill few registers and fit the shared memory, with the default first."""
     target = triton_launch.target(call.query.device)
     hopper = target.large
-    size, rows, columns = call.constants["SIZE"], block_of(call.queries, 64), block_of(call.width, 128)
+    size, queries, columns = call.constants["SIZE"], block_of(call.queries, 64), block_of(call.width, 128)
     if not call.narrow:
         if size > 128 and target.shared_memory < 128 * 1024:
-            rows = min(rows, 32)
-        return [ForwardTiles(rows, block_of(call.keys, 32 if hopper else 16), min(columns, 64), 8, 2)]
-    if rows < 64:
-        # Few rows cannot saturate the tensor cores; narrow slices of the value occupy more multiprocessors.
-        return [ForwardTiles(rows, block_of(call.keys, 64), min(columns, 64), 4, 3 if hopper else 2)]
+            queries = min(queries, 32)
+        return [ForwardTiles(queries, block_of(call.keys, 32 if hopper else 16), min(columns, 64), 8, 2)]
+    if queries < 64:
+        # Few queries cannot saturate the tensor cores; narrow slices of the value occupy more multiprocessors.
+        return [ForwardTiles(queries, block_of(call.keys, 64), min(columns, 64), 4, 3 if hopper else 2)]
     # Random numbers need registers.
     if call.keys <= (256 if hopper and call.seed is None else 128):
         warps = 4 if call.keys <= 128 and call.seed is None else 8
-        default = ForwardTiles(rows, block_of(call.keys, 256), columns, warps, 2)
-        found = [default, default._replace(columns=min(columns, 64)), default._replace(stages=3)]
+        default = ForwardTiles(queries, block_of(call.keys, 256), columns, warps, 2)
+        candidates = [default, default._replace(columns=min(columns, 64)), default._replace(stages=3)]
         # On an H200, 3 stages need 0.9 of the time of 2 stages if a program iterates over slices of the value.
         faster = hopper and warps == 4 and call.keys > 64 and size <= 128 and call.width > columns
-        return found[::-1] if faster else found
-    rows = block_of(call.queries, 128 if size <= 128 or target.shared_memory >= 128 * 1024 else 64)
+        return candidates[::-1] if faster else candidates
+    queries = block_of(call.queries, 128 if size <= 128 or target.shared_memory >= 128 * 1024 else 64)
     if not hopper:
-        return [ForwardTiles(rows, 32, columns, 8, 2)]
+        return [ForwardTiles(queries, 32, columns, 8, 2)]
     heavy = call.function == "softmax" or size > 128 or call.seed is not None
     keys, stages = (32, 3) if heavy else (64, 2)
-    default = ForwardTiles(rows, keys, block_of(call.width, 256), 8, stages)
-    return [default, ForwardTiles(rows, 64, columns, 8, 2), ForwardTiles(rows, 32, columns, 8, 3)]
+    default = ForwardTiles(queries, keys, block_of(call.width, 256), 8, stages)
+    return [default, ForwardTiles(queries, 64, columns, 8, 2), ForwardTiles(queries, 32, columns, 8, 3)]
 
 
 def attend(call: GatedCall) -> tuple[Tensor, Tensor]:
     """Return the output `[B, T, V]` and, for softmax, log2 of its denominators, `[B, T]` float32."""
-    rows = call.query.shape[:2]
+    batch, length = call.query.shape[:2]
 
     def run(tiles: ForwardTiles) -> tuple[Tensor, Tensor]:
-        output = call.value.new_empty(*rows, call.width)
-        lse = call.query.new_empty(rows if call.function == "softmax" else 0, dtype=torch.float32)
+        output = call.value.new_empty(batch, length, call.width)
+        lse = call.query.new_empty((batch, length) if call.function == "softmax" else 0, dtype=torch.float32)
         resident = call.keys <= tiles.keys
-        blocks, slices = cdiv(call.queries, tiles.rows), cdiv(call.width, tiles.columns)
+        blocks, slices = cdiv(call.queries, tiles.queries), cdiv(call.width, tiles.columns)
         if resident:
             # A program processes several slices if every multiprocessor is still occupied.
-            processors = triton_launch.processors(call.query.device, rows[0])
+            processors = triton_launch.processors(call.query.device, batch)
             enough = cdiv(2 * processors, max(1, call.segments * blocks))
             slices = max(1, min(slices, enough))
         numbers, unit = call.numbers()
@@ -323,7 +323,7 @@ def attend(call: GatedCall) -> tuple[Tensor, Tensor]:
             _forward_kernel, (call.segments * blocks * slices,),
             call.query, call.key, call.value, output, lse, *numbers, blocks, slices,
             num_warps=tiles.warps, num_stages=tiles.stages, **call.constants, UNIT=unit, RESIDENT=resident,
-            BLOCK_Z=call.block_z, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_V=tiles.columns,
+            BLOCK_Z=call.block_z, BLOCK_M=tiles.queries, BLOCK_N=tiles.keys, BLOCK_V=tiles.columns,
         )  # fmt: skip
         return output, lse
 
