@@ -26,18 +26,18 @@ DENSITY = tl.constexpr(1.0 / (reference.LAPLACE_DEVIATION * math.sqrt(2.0 * math
 
 @triton.jit
 def find_segment(index, BOUNDS, queries, keys, chunk, chunks):
-    """Return the batch row and the first token of a segment, and its numbers of queries and keys."""
+    """Return the batch index and the first token of a segment, and its numbers of queries and keys."""
     if BOUNDS is None:
-        row = index // chunks
+        batch = index // chunks
         start = index % chunks * chunk
         n_queries = tl.minimum(queries - start, chunk)
         n_keys = tl.minimum(keys - start, chunk)
     else:
-        row = index * 0
+        batch = index * 0
         start = tl.load(BOUNDS + 2 * index)
         n_queries = tl.load(BOUNDS + 2 * index + 1) - start
         n_keys = n_queries
-    return row.to(tl.int64), start.to(tl.int64), n_queries, n_keys
+    return batch.to(tl.int64), start.to(tl.int64), n_queries, n_keys
 
 
 @triton.jit
@@ -95,7 +95,8 @@ def elementwise(scores, kept, FUNCTION: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "width", "chunks", "offset", "center", "blocks", "q_row", "q_token", "k_row", "k_token", "v_row", "v_token",
+        "width", "chunks", "offset", "center", "blocks", "q_batch", "q_token", "k_batch", "k_token", "v_batch",
+        "v_token",
     ]
 )  # fmt: skip
 def _forward_kernel(
@@ -108,7 +109,7 @@ def _forward_kernel(
     BOUNDS,  # [segments, 2], start and end of each segment of a varlen batch
     SEED,  # [1]
     queries, keys, width, chunk, chunks, offset, center, threshold, rescale,  # see `GatedCall` and `dropping`
-    q_row, q_token, k_row, k_token, v_row, v_token,  # strides
+    q_batch, q_token, k_batch, k_token, v_batch, v_token,  # strides
     blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, UNIT: tl.constexpr, RESIDENT: tl.constexpr,
@@ -124,20 +125,20 @@ def _forward_kernel(
     block = program // slices % blocks
     if not RESIDENT:
         block = blocks - 1 - block  # schedule the longest blocks of causal attention first
-    row, start, n_queries, n_keys = find_segment(segment, BOUNDS, queries, keys, chunk, chunks)
+    batch, start, n_queries, n_keys = find_segment(segment, BOUNDS, queries, keys, chunk, chunks)
     if block * BLOCK_M >= n_queries:
         return
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     width, q_token, k_token, v_token = width * UNIT, q_token * UNIT, k_token * UNIT, v_token * UNIT
-    q_first = Q + row * q_row * UNIT + start * q_token
-    k_first = K + row * k_row * UNIT + start * k_token
+    q_first = Q + batch * q_batch * UNIT + start * q_token
+    k_first = K + batch * k_batch * UNIT + start * k_token
     if RESIDENT:
         j = tl.arange(0, BLOCK_N)
-        live = load_kept(MASK, row * keys + start, j, n_keys)
+        live = load_kept(MASK, batch * keys + start, j, n_keys)
         products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
         scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
         scores, kept = scale_scores(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
-        token = row * queries + start + i
+        token = batch * queries + start + i
         if FUNCTION == "softmax":
             scores = tl.where(kept, scores * LOG2_E, float("-inf"))
             largest = tl.max(scores, axis=1)
@@ -154,7 +155,7 @@ def _forward_kernel(
         weights = weights.to(V.dtype.element_ty)
         for first in range(program % slices * BLOCK_V, width, slices * BLOCK_V):
             v = first + tl.arange(0, BLOCK_V)
-            values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, width)
+            values = load_tile(V + batch * v_batch * UNIT + start * v_token, j, v_token, live, v, width)
             output = dot(weights, values, tl.zeros([BLOCK_M, BLOCK_V], tl.float32), PRECISION)
             store_tile(OUT, token, width, i < n_queries, v, width, output)
     else:
@@ -171,7 +172,7 @@ def _forward_kernel(
             visible = tl.minimum(n_keys, offset + (block + 1) * BLOCK_M)
         for first in range(0, visible, BLOCK_N):
             j = first + tl.arange(0, BLOCK_N)
-            live = load_kept(MASK, row * keys + start, j, n_keys)
+            live = load_kept(MASK, batch * keys + start, j, n_keys)
             products = multiply(q, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
             scores, kept = scale_scores(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
             if FUNCTION == "softmax":
@@ -183,9 +184,9 @@ def _forward_kernel(
             else:
                 weights = elementwise(scores, kept, FUNCTION)
             weights = drop(weights, SEED, threshold, rescale, segment, i, first, BLOCK_M, BLOCK_N)
-            values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, width)
+            values = load_tile(V + batch * v_batch * UNIT + start * v_token, j, v_token, live, v, width)
             output = dot(weights.to(values.dtype), values, output, PRECISION)
-        token = row * queries + start + i
+        token = batch * queries + start + i
         if FUNCTION == "softmax":
             total = tl.where(total > 0.0, total, 1.0)
             output = output / total[:, None]

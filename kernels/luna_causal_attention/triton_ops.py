@@ -30,11 +30,11 @@ def attend(
         tokens = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
         output, state = step(*tokens, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
         return output[:, None], state
-    key_mean, value_mean, seen = (None, None, None) if state is None else state
-    count = reference.token_count(mask, query, seen)
+    key_mean, value_mean, past = (None, None, None) if state is None else state
+    count = reference.token_count(mask, query, past)
     options = (activation, dropout, random_seed(dropout, query.device), _dispatch.float32_precision())
     output, key_mean, value_mean = _operator(
-        query, pack_key, key, value, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, *options
+        query, pack_key, key, value, pack_query, count, mask, pack_mask, key_mean, value_mean, past, *options
     )
     return output, LunaCausalState(key_mean, value_mean, count[:, -1].clone())
 

@@ -1,7 +1,7 @@
 """The passes of `torch_passes` in Triton, and a single-launch kernel for one position.
 
-In a pass over features, a program processes a tile of tokens of one group, `[BLOCK_R, BLOCK_W]`. In a pass over time, in
-float64, it processes BLOCK_G groups of one sequence, in successive tiles `[BLOCK_T, BLOCK_G]` of positions.
+In a pass over features, a program processes a tile of tokens of one group, `[BLOCK_R, BLOCK_W]`. In a pass over time,
+in float64, it processes BLOCK_G groups of one sequence, in successive tiles `[BLOCK_T, BLOCK_G]` of positions.
 """
 
 from collections.abc import Sequence
