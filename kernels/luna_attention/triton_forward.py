@@ -14,16 +14,7 @@ from torch import Tensor
 
 from ..common import triton_choice, triton_launch
 from ..common.triton_launch import block_of, cdiv, contiguous, rows_contiguous, strides
-from ..common.triton_tiles import (
-    LOG2_E,
-    dot,
-    dropping,
-    load_kept,
-    load_tile,
-    rise,
-    store_tile,
-    undropped,
-)
+from ..common.triton_tiles import LOG2_E, dot, dropping, load_kept, load_tile, rise, store_tile, undropped
 
 
 @triton.jit

@@ -22,10 +22,6 @@ def _triton(name: str, **call: Any) -> tuple[Tensor, LunaCausalState]:
     return run(**call)
 
 
-def _reference_step(inplace: bool, **call: Any) -> tuple[Tensor, LunaCausalState]:
-    return reference.step(**call)
-
-
 def _unsupported(query: Tensor, pack_query: Tensor, value: Tensor, **_: object) -> str | None:
     if query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return f"the kernels support float32, float16 and bfloat16, not {query.dtype}"
@@ -53,7 +49,11 @@ ATTEND = Op(
 )
 STEP = Op(
     "luna_causal_attention_step",
-    {"reference": _reference_step, "torch": torch_backend.step, "triton": partial(_triton, "step")},
+    {
+        "reference": lambda inplace, **call: reference.step(**call),
+        "torch": torch_backend.step,
+        "triton": partial(_triton, "step"),
+    },
     _unsupported,
 )
 

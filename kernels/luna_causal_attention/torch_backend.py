@@ -1,7 +1,7 @@
 """Causal Luna attention in PyTorch: chunks and prefix sums, recomputed in the backward pass."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -43,12 +43,18 @@ def attend(
     # Evaluated in this order, because comparing a length adds a guard to a compiled program.
     if state is None and mode() < COMPILED and query.shape[1] <= SHORT:
         return _short(*tokens, pack_query, mask, pack_mask, activation, dropout)
-    key_mean, value_mean, past = (None, None, None) if state is None else state
-    count = reference.token_count(mask, query, past)
-    seed = host_seed(query, dropout)
-    output, key_mean, value_mean = operator(
-        *tokens, pack_query, count, mask, pack_mask, key_mean, value_mean, past, activation, dropout, seed
-    )
+    options = (activation, dropout, host_seed(query, dropout))
+    return run_operator(operator, tokens, pack_query, mask, pack_mask, state, *options)
+
+
+def run_operator(
+    run: Callable[..., Any], tokens: Sequence[Tensor], pack_query: Tensor, mask: Tensor | None,
+    pack_mask: Tensor | None, state: LunaCausalState | None, *options: Any,
+) -> tuple[Tensor, LunaCausalState]:  # fmt: skip
+    """Return the output and the state of an operator; `options` are its inputs after the state."""
+    before = (None, None, None) if state is None else state
+    count = reference.token_count(mask, tokens[0], before[2])
+    output, key_mean, value_mean = run(*tokens, pack_query, count, mask, pack_mask, *before, *options)
     return output, LunaCausalState(key_mean, value_mean, count[:, -1].clone())
 
 

@@ -172,8 +172,8 @@ def _fused(
         (False, grad_output, call.value, weights, after[1], grads[3], first[1]),
         (True, call.query, call.key, grad_scores, after[0], grads[2], first[0]),
     ):
-        inputs = (x, y, call.pack_key, z, call.pack_query)
-        call.launch(_key_kernel, *inputs, *call.options, sums, grad, *outputs, end, strided=inputs, KEYS=keys)
+        tensors = (x, y, call.pack_key, z, call.pack_query)
+        call.launch(_key_kernel, *tensors, *call.options, sums, grad, *outputs, end, strided=tensors, KEYS=keys)
     return [*grads, grad_pack_query.sum(2).transpose(1, 2).to(call.dtype).contiguous()], first
 
 

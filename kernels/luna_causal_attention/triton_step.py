@@ -10,14 +10,7 @@ from torch import Tensor
 from ..common import triton_launch
 from ..common.triton_launch import block_of, contiguous, rows_contiguous, strides
 from ..common.triton_tiles import dropping, load_kept
-from .triton_weights import (
-    activate,
-    load_pack_query,
-    pack_dropout,
-    softmax,
-    tile_of,
-    unpack_dropout,
-)
+from .triton_weights import activate, load_pack_query, pack_dropout, softmax, tile_of, unpack_dropout
 
 
 @triton.jit

@@ -202,9 +202,7 @@ def complex_ema_coefficients(
 
 
 class _Coefficients(Function):
-    @staticmethod
-    def forward(*parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return damped_formula(*parameters)
+    forward = staticmethod(damped_formula)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:

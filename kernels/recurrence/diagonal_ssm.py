@@ -154,8 +154,10 @@ def diagonal_ssm_step(
     check_position("diagonal_ssm_step", x, mask, "channels")
     parameters = _parameters("diagonal_ssm_step", log_decay, phase, weight)
     if log_decay.shape[:1] != x.shape[1:]:
-        rows = f"{len(log_decay)} rows for {x.shape[1]} channels"
-        raise ValueError(f"diagonal_ssm_step needs one row of log_decay per channel, got {rows}")
+        raise ValueError(
+            f"diagonal_ssm_step needs one row of log_decay per channel, got {len(log_decay)} rows for {x.shape[1]} "
+            "channels"
+        )
     pairs = _pairs(state)
     _check("diagonal_ssm_step", x, parameters, skip, pairs, ALL_TOKENS, coefficients)
     call = {"x": x, "state": pairs, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}

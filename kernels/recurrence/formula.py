@@ -29,7 +29,9 @@ def average(
     if truncation is not None:
         taps, _ = lag_tables.lags(coefficients, channels, truncation, shift)
         center = lag_tables.center(coefficients, channels, truncation, shift)
-        return add_skip(_truncated(signal, taps, center), x, skip).to(x.dtype), None
+        padded = nn.functional.pad(signal.mT, (taps.shape[1] - center - 1, center))
+        y = nn.functional.conv1d(padded, taps.flip(1)[:, None], groups=channels).mT
+        return add_skip(y, x, skip).to(x.dtype), None
     taps, input_map, output_map = _chunk_maps(coefficients, channels, shift)
     center = lag_tables.center(coefficients, channels, CHUNK, shift)
     if coefficients.turns is not None and skip is not None:
@@ -98,12 +100,6 @@ def _in_chunks(
     since = (rest - 1 - torch.arange(CHUNK, device=signal.device)).clamp(min=0)
     result = result[:, torch.arange(length, device=signal.device)]
     return result, states[..., -2], chunks[:, :, -2].mT, rest, since
-
-
-def _truncated(signal: Tensor, taps: Tensor, center: int) -> Tensor:
-    """Apply the weights of all lags `[D, K]` to a signal `[B, T, D]`."""
-    padded = nn.functional.pad(signal.mT, (taps.shape[1] - center - 1, center))
-    return nn.functional.conv1d(padded, taps.flip(1)[:, None], groups=len(taps)).mT
 
 
 def _states(chunk_states: Tensor, coefficients: Coefficients, initial: Tensor | None) -> Tensor:

@@ -47,8 +47,9 @@ def lags_backward(
     """Return the gradients of the coefficients from the gradient of `lags`; `tables`: its last result."""
     if coefficients.turns is not None:
         return _complex_series_backward(coefficients, grad_taps)
+    coarse, fine = tables
     grad_series = _split(grad_taps, len(coefficients.log_decay), channels, length, shift)
-    return _series_backward(coefficients, *tables, grad_series)
+    return _series_backward(coefficients, coarse, fine, grad_series)
 
 
 def chunk_maps(
@@ -149,25 +150,21 @@ def _series_backward(coefficients: Coefficients, coarse: Tensor, fine: Tensor, g
     return [lagged * weight_in * weight_out, None, plain * weight_out, plain * weight_in]
 
 
-def _power(coefficients: Coefficients, exponent: float) -> Tensor:
-    log_q, turns, _, _ = coefficients
-    assert turns is not None
-    return torch.polar(torch.exp(log_q * exponent), to_radians(turns * exponent, log_q.dtype))
-
-
 def _table(coefficients: Coefficients, count: int, step: int = 1) -> Tensor:
     """Return q^(step t) for t < count, `[count, D, N]`.
 
     The number of computed powers doubles in every step, so that each is a product of few factors: rounding errors are
     small.
     """
-    first = as_complex(coefficients.weight_out)
-    table = first.new_empty(count, *first.shape)
+    log_q, turns, _, weight_out = coefficients
+    assert turns is not None
+    table = as_complex(weight_out).new_empty(count, *log_q.shape)
     table[0] = 1.0
     done = 1
     while done < count:
         more = min(done, count - done)
-        torch.mul(table[:more], _power(coefficients, step * done), out=table[done : done + more])
+        power = torch.polar(torch.exp(log_q * (step * done)), to_radians(turns * (step * done), log_q.dtype))
+        torch.mul(table[:more], power, out=table[done : done + more])
         done += more
     return table
 

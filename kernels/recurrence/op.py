@@ -95,8 +95,8 @@ class Recurrence(NamedTuple):
         from . import triton_ops
 
         if "triton" in self.fused:
-            return triton_ops.average(**call)
-        return both_directions(triton_ops.of_coefficients, **with_coefficients(self.coefficients, **call))
+            return triton_ops.average(coefficients=call.pop("parameters"), **call)
+        return both_directions(triton_ops.average, **with_coefficients(self.coefficients, **call))
 
     def _run_step(self, run: Callable[..., Any], **call: Any) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = run(**with_coefficients(self._step_coefficients, **call), silu=self.silu)

@@ -243,14 +243,14 @@ def _blocks(x: Tensor) -> list[slice]:
     return [slice(start, min(start + size, channels)) for start in range(0, channels, size)]
 
 
-def _channels_first(x: Tensor, mask: Tensor | None, multiple: int) -> Tensor:
+def _channels_first(x: Tensor, mask: Tensor | None, chunk: int) -> Tensor:
     """Return x `[B, T, D]` as `[D, B, T']` with 0 at masked positions and at the end.
 
-    T' is the next multiple of `multiple`.
+    T' is T or, with chunks, the next multiple of their length.
     """
     if mask is not None:
         x = x.masked_fill(~mask[..., None], 0.0)
-    x = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % multiple)).contiguous()
+    x = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % max(chunk, 1))).contiguous()
     # Transposing a contiguous matrix is four times as fast as copying a permuted slice.
     return x.flatten(0, 1).t().contiguous().view(x.shape[2], *x.shape[:2])
 
@@ -293,7 +293,7 @@ def _average(
     average = torch.empty(x.shape, dtype=taps.dtype, device=x.device)
     last = taps.new_empty((x.shape[0], channels, maps[0].shape[1]) if chunk else 0)
     for block in _blocks(x):
-        signal = _channels_first(x[..., block].to(taps.dtype), mask, max(chunk, 1))
+        signal = _channels_first(x[..., block].to(taps.dtype), mask, chunk)
         if not chunk:
             signal = _convolve(signal, taps[block], center, _circle(signal, taps, center))
         else:
@@ -345,8 +345,8 @@ def _average_backward(
         if gate is not None:
             grad_average = torch.ops.aten.silu_backward(grad_average, average[..., block])
             grad_skip[block] = (grad_average * inputs).sum((0, 1))
-        signal = _channels_first(inputs, mask, max(chunk, 1))
-        grad_signal = _channels_first(grad_average, None, max(chunk, 1))
+        signal = _channels_first(inputs, mask, chunk)
+        grad_signal = _channels_first(grad_average, None, chunk)
         if not chunk:
             grad_signal, grad_taps[block] = _convolve_backward(grad_signal, signal, taps[block], center)
         else:

@@ -10,15 +10,7 @@ spread the states of a channel over several threads, and every sum over states w
 import triton
 import triton.language as tl
 
-from .triton_numbers import (
-    add,
-    add_scaled,
-    load,
-    select,
-    store,
-    times,
-    zeros,
-)
+from .triton_numbers import add, add_scaled, load, select, store, times, zeros
 
 # Lower bound of log q, because a quotient by q must not overflow. States with faster decay are negligible.
 LOWEST_LOG_Q = tl.constexpr(-46.0)

@@ -23,16 +23,7 @@ from .triton_chunks import (
     state_passing_kernel,
     state_tile,
 )
-from .triton_numbers import (
-    add,
-    add_scaled,
-    load,
-    real_times,
-    select,
-    store,
-    times,
-    zeros,
-)
+from .triton_numbers import add, add_scaled, load, real_times, select, store, times, zeros
 from .triton_plan import Plan, choose
 
 # The rates and the weights of the input in the state and of the state in the average, for each direction. Real: log q,

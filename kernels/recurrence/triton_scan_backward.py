@@ -15,25 +15,9 @@ from torch import Tensor
 from ..common.triton_launch import contiguous, target
 from .coefficients import conjugate
 from .triton_chunks import load_rate, place, position, state_tile
-from .triton_numbers import (
-    add,
-    add_scaled,
-    load,
-    real_times,
-    select,
-    store,
-    times,
-    zeros,
-)
+from .triton_numbers import add, add_scaled, load, real_times, select, store, times, zeros
 from .triton_plan import Plan, choose
-from .triton_scan import (
-    ByDirection,
-    channels_last,
-    coefficient_kernels,
-    coefficients_by_direction,
-    scan,
-    states_before,
-)
+from .triton_scan import ByDirection, channels_last, coefficient_kernels, coefficients_by_direction, scan, states_before
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
