@@ -113,8 +113,7 @@ class RecurrentLayer(nn.Module):
             return type(self).op_coefficients(*arguments, dtype=dtype or upcast_dtype(*arguments))
 
         x = torch.zeros(1, 1, self.channels, device=next(self.parameters()).device)
-        result: tuple[Tensor, ...] = self(x, run=run)
-        return result
+        return self(x, run=run)
 
     def _step_arguments(self) -> tuple[Tensor | None, ...]:
         """Return `arguments`; with coefficients, a step may only use their shapes."""

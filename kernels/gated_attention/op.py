@@ -97,8 +97,7 @@ _fast_triton = _fast(_triton)
 def _any_triton(sequences: Sequences, **call: Any) -> Tensor:
     if sequences.bounds is not None:
         call |= {"cu_seqlens": sequences.bounds, "max_seqlen": sequences.longest}
-    output: Tensor = _fast_triton(mask=sequences.mask, **call)
-    return output
+    return _fast_triton(mask=sequences.mask, **call)
 
 
 ATTEND = Op(
@@ -292,8 +291,7 @@ def attend_last(
     _check_bias(op, bias, key.shape[1])
     call: Arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "function": function}
     call |= {"column": column, "start": drop_zero_rows(start), "dropout": dropout}
-    result: Tensor = STEP(backend, call)
-    return result
+    return STEP(backend, call)
 
 
 def _check_call(

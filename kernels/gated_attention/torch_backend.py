@@ -13,6 +13,7 @@ from .._mode import COMPILED, FORMULAS, is_known, mode
 from ..dropout import dropout_factors, host_seed
 from ..upcast import upcast_dtype
 from . import reference
+from .torch_step import product_dtype
 
 BLOCK_QUERIES = 256
 # Number of scores in a block of several sequences or chunks: the first fits the cache of a CPU, the second saturates
@@ -99,9 +100,7 @@ class _Blocks:
     ) -> None:  # fmt: skip
         self.function, self.causal, self.offset, self.dropout, self.keep = function, causal, offset, dropout, keep
         self.dtype = upcast_dtype(query, value)
-        # The products with the value dominate: they use its dtype, unless it is slow (float16 on CPU).
-        slow = value.dtype == torch.float16 and value.device.type == "cpu"
-        self.value_dtype = self.dtype if slow else value.dtype
+        self.value_dtype = product_dtype(value, self.dtype)
         self.divisor: float | Tensor = math.sqrt(query.shape[2])  # of the scores; a tensor is `[B or 1, T or 1, 1]`
         if function != "softmax" and causal:
             visible = torch.arange(offset + 1, offset + query.shape[1] + 1, device=query.device)

@@ -18,8 +18,7 @@ def _triton(name: str, **call: Any) -> tuple[Tensor, LunaCausalState]:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from . import triton_ops
 
-    run: Any = getattr(triton_ops, name)
-    return run(**call)
+    return getattr(triton_ops, name)(**call)
 
 
 def _unsupported(query: Tensor, pack_query: Tensor, value: Tensor, **_: object) -> str | None:

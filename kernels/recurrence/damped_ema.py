@@ -112,10 +112,8 @@ def damped_ema(
 
         output, state = truncated(run_again, x, parameters, skip, mask, truncation, initial_state, lengths)
         return (output, state) if return_state else output
-    call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "sequences": sequences, "shift": shift}
-    call |= {"truncation": truncation, "initial_state": initial_state, "return_state": return_state}
-    _check("damped_ema", x, parameters, skip, call["initial_state"], sequences)
-    return DAMPED.run(AVERAGE, backend, call)
+    _check("damped_ema", x, parameters, skip, initial_state, sequences)
+    return DAMPED.run(AVERAGE, backend, x, parameters, skip, sequences, initial_state, return_state, shift, truncation)
 
 
 def damped_ema_step(
@@ -165,7 +163,7 @@ def damped_ema_step(
 
 
 def _check(
-    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: Sequences,
+    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Any, sequences: Sequences,
     coefficients: tuple[Tensor, ...] | None = None,
 ) -> None:  # fmt: skip
     input_logit, damping_logit, expansion, projection = parameters

@@ -1,7 +1,5 @@
 """Diagonal state space models: `diagonal_ssm` for a sequence or a segment, `diagonal_ssm_step` for one position."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -126,9 +124,7 @@ def diagonal_ssm(
     check_directions("diagonal_ssm", x, log_decay, "log_decay", return_state or initial_state is not None)
     initial_state = _pairs(initial_state)
     _check("diagonal_ssm", x, parameters, skip, initial_state, sequences)
-    call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "sequences": sequences, "shift": False}
-    call |= {"truncation": None, "initial_state": initial_state, "return_state": return_state}
-    result: Any = DIAGONAL.run(AVERAGE, backend, call)
+    result = DIAGONAL.run(AVERAGE, backend, x, parameters, skip, sequences, initial_state, return_state)
     return (result[0], _numbers(result[1], weight)) if return_state else result
 
 
