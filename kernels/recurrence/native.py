@@ -44,7 +44,7 @@ class _Average(ctypes.Structure):
 
     _fields_ = [(name, ctypes.c_void_p) for name in AVERAGE_POINTERS] + [
         *((name, ctypes.c_int64) for name in ("sequences", "length", "channels", "states")),
-        *((name, ctypes.c_int32) for name in ("parts", "directions", "shift", "silu", "half", "threads")),
+        *((name, ctypes.c_int32) for name in ("components", "directions", "shift", "silu", "half", "threads")),
     ]
 
 
@@ -53,7 +53,7 @@ class _Step(ctypes.Structure):
 
     _fields_ = [(name, ctypes.c_void_p) for name in STEP_POINTERS] + [
         *((name, ctypes.c_int64) for name in ("sequences", "channels", "numbers")),
-        *((name, ctypes.c_int32) for name in ("parts", "silu", "half")),
+        *((name, ctypes.c_int32) for name in ("components", "silu", "half")),
     ]
 
 
@@ -153,7 +153,7 @@ def step(
     x_shape, state_shape = (batch, channels), (batch, *shape)
     _call(
         "step",
-        _Step(sequences=batch, channels=channels, numbers=change.numel() // max(channels, 1), parts=len(shape) - 1,
+        _Step(sequences=batch, channels=channels, numbers=change.numel() // max(channels, 1), components=len(shape) - 1,
               silu=silu, half=signal.dtype == torch.bfloat16),
         x=(signal, signal.dtype, x_shape),
         before=(state, torch.float32, state_shape),
@@ -247,7 +247,7 @@ def _run(
 ) -> None:  # fmt: skip
     """Run the forward or the backward pass; `results` and the gradients of outputs have the names of native.c."""
     q, weight_in, weight_out = coefficients
-    (channel_rows, states), channels, parts = weight_in.shape, x.shape[-1], weight_out.dim() - 1
+    (channel_rows, states), channels, components = weight_in.shape, x.shape[-1], weight_out.dim() - 1
     x, mask, skip, initial = _contiguous(x, mask, skip, initial)
     bounds = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
     sequences, length = x.shape[:2] if bounds is None else (len(bounds) - 1, 0)
@@ -275,9 +275,9 @@ def _run(
     _call(
         function,
         _Average(
-            sequences=sequences, length=length, channels=channels, states=states, parts=parts,
+            sequences=sequences, length=length, channels=channels, states=states, components=components,
             directions=channel_rows // max(channels, 1), shift=shift, silu=silu, half=kind == half,
-            threads=torch.get_num_threads() if x.numel() * states * parts >= MANY_NUMBERS else 1,
+            threads=torch.get_num_threads() if x.numel() * states * components >= MANY_NUMBERS else 1,
         ),
         x=(x, kind, x.shape),
         mask=(mask, torch.bool, x.shape[:2]),

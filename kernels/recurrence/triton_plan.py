@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     channels: int
     directions: int
     states: int
-    parts: int
+    components: int
     shift: bool
     block: int
     chunk: int
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
 
     def state_shape(self, *shape: int) -> tuple[int, ...]:
         """Return the shape of states, `[*shape, P, N, D]`."""
-        return *shape, *(() if self.parts == 1 else (self.parts,)), self.states, self.channels
+        return *shape, *(() if self.components == 1 else (self.components,)), self.states, self.channels
 
     def each_direction(self, values: Tensor) -> Sequence[Tensor]:
         """Return the values `[directions, ...]` of each direction, without an operator if there is only one."""
@@ -67,11 +67,11 @@ def make_plan(
     max_seqlen: int,
 ) -> Plan:  # fmt: skip
     """Return the division of a call into programs for one configuration."""
-    (batch, length, channels), (width, states), parts = x.shape, parameters[0].shape, parameters[3].dim() - 1
+    (batch, length, channels), (width, states), components = x.shape, parameters[0].shape, parameters[3].dim() - 1
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
     # 16 real or 8 complex states per thread.
     block_n = 1 << (states - 1).bit_length()
-    block = min(32, 512 // parts // block_n)
+    block = min(32, 512 // components // block_n)
     programs = configuration.programs * triton_launch.processors(x.device, sequences)
     blocks = -(-channels // block)
     # A deterministic division must not depend on the total number of tokens, which other sequences change.
@@ -81,13 +81,13 @@ def make_plan(
         chunk = max(SHORTEST_CHUNK, next_power_of_2(max(longest, 1)))
     else:
         # The registers fit more programs of complex states, so chunks are shorter.
-        chunk = max(SHORTEST_CHUNK, 1 << (max(tokens * blocks // (parts * programs), 1).bit_length() - 1))
+        chunk = max(SHORTEST_CHUNK, 1 << (max(tokens * blocks // (components * programs), 1).bit_length() - 1))
     chunks = -(-max(longest, 1) // chunk)
     slots = sequences * chunks if cu_seqlens is None or chunks == 1 else length // chunk + sequences
     return Plan(
-        cu_seqlens, sequences, length, channels, width // max(channels, 1), states, parts, shift, block, chunk, chunks,
-        slots, configuration.unroll,
-        tile={"N": states, "BLOCK_N": block_n, "BLOCK_D": block, "PARTS": parts},
+        cu_seqlens, sequences, length, channels, width // max(channels, 1), states, components, shift, block, chunk,
+        chunks, slots, configuration.unroll,
+        tile={"N": states, "BLOCK_N": block_n, "BLOCK_D": block, "COMPONENTS": components},
         sizes=(cu_seqlens, length, chunk, chunks, channels, blocks, width, slots),
     )  # fmt: skip
 

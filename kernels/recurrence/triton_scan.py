@@ -43,7 +43,7 @@ def _scan_kernel(
     sums,  # [slots, N, D]
     cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,  # see `Plan`
     stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
-    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COMPONENTS: tl.constexpr, UNROLL: tl.constexpr,
     REVERSED: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Write one direction of the average of `signal`, plus `other`, with the skip: silu(average + skip signal).
@@ -59,15 +59,15 @@ def _scan_kernel(
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     states, end = channels * N, tl.where(inside, count, 0)
     rate_places = n * width + d[None, :]
-    state_places = rate_places if PARTS == 2 else n * channels + d[None, :]  # if equal, one variable saves registers
-    q, lost = load_rate(rates, rate_places, states, tile, UNROLL, PARTS)
-    entry = load(weight_in, rate_places, states, tile, PARTS if GRADIENT else 1)
-    exit = load(weight_out, rate_places, states, tile, 1 if GRADIENT else PARTS)
+    state_places = rate_places if COMPONENTS == 2 else n * channels + d[None, :]  # if equal, one saves registers
+    q, lost = load_rate(rates, rate_places, states, tile, UNROLL, COMPONENTS)
+    entry = load(weight_in, rate_places, states, tile, COMPONENTS if GRADIENT else 1)
+    exit = load(weight_out, rate_places, states, tile, 1 if GRADIENT else COMPONENTS)
     if not SCALED:
         exit = times(exit, entry)
-    state = zeros([BLOCK_N, BLOCK_D], PARTS)
+    state = zeros([BLOCK_N, BLOCK_D], COMPONENTS)
     if starts is not None:
-        state = load(starts + slot * PARTS * states, state_places, states, tile, PARTS)
+        state = load(starts + slot * COMPONENTS * states, state_places, states, tile, COMPONENTS)
         decayed = decayed_positions(count, begin + chunk >= size)
     if skip is not None:
         skip_weight = tl.load(skip + d, inside, other=0.0)
@@ -113,11 +113,11 @@ def _scan_kernel(
                 total += state[0] * multiplied[i][None, :]
             if other is not None:
                 average += others[i]
-            if PARTS == 2 and skip is not None:
+            if COMPONENTS == 2 and skip is not None:
                 average += skip_weight * entering
             if GRADIENT and mask is not None:
                 average = tl.where(keeps[i], average, 0.0)
-            if PARTS == 1 and skip is not None:
+            if COMPONENTS == 1 and skip is not None:
                 average += skip_weight * signals[i]
                 if not GRADIENT:
                     average *= tl.sigmoid(average)
@@ -128,14 +128,14 @@ def _scan_kernel(
         elif not SCALED:
             state = times(state, entry)
         if (REVERSED and number == 0) or (not REVERSED and begin + chunk >= size):
-            store(last + sequence * PARTS * states, state_places, states, tile, state)
+            store(last + sequence * COMPONENTS * states, state_places, states, tile, state)
     if sums is not None:
         tl.store(sums + slot * states + state_places, total, tile)
 
 
 def coefficients_by_direction(plan: Plan, coefficients: Tensor) -> ByDirection:
     """Return the coefficients of each direction; `coefficients` is the result of `damped` or `complex_factors`."""
-    if plan.parts == 2:
+    if plan.components == 2:
         return [(coefficients[:7], coefficients[7], coefficients[8:])]
     halves = [coefficients] if plan.directions == 1 else coefficients.split(plan.channels, 2)
     return [half.unbind() for half in halves]
@@ -158,15 +158,15 @@ def states_before(
     if plan.chunks == 1:
         return [initial] * plan.directions
     ends = rates.new_empty(plan.state_shape(plan.directions, *(2,) * slope, plan.slots))
-    options = {"PARTS": plan.parts, "FLIPPED": flipped, "SLOPE": slope}
+    options = {"COMPONENTS": plan.components, "FLIPPED": flipped, "SLOPE": slope}
     # `state_passing_kernel` starts from real initial states, but decays complex states only over complete chunks.
-    starts = None if plan.parts == 1 else initial
+    starts = None if plan.components == 1 else initial
     inputs = (signal, mask, rates, weight if scaled else None, starts, ends, *plan.sizes, *signal.stride())
     plan.launch(chunk_state_kernel, *inputs, directions=plan.directions, **options)
     blocks = cdiv(plan.states * plan.channels, 128)
     launch(
         state_passing_kernel, (blocks * plan.sequences, plan.directions), ends, rates, initial, blocks, *plan.sizes,
-        N=plan.states, BLOCK=128, AHEAD=8 // plan.parts, num_warps=4, num_stages=1, **options,
+        N=plan.states, BLOCK=128, AHEAD=8 // plan.components, num_warps=4, num_stages=1, **options,
     )  # fmt: skip
     return plan.each_direction(ends)
 

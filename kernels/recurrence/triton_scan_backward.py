@@ -32,7 +32,7 @@ def _gradient_kernel(
     skip_sums,  # [slots, D]
     cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,  # see `Plan`
     stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
-    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COMPONENTS: tl.constexpr, UNROLL: tl.constexpr,
     REVERSED: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, CARRIED: tl.constexpr,
 ):  # fmt: skip
     """Write the sums over a chunk of gradient times state, and of gradient times slope (d state / d q).
@@ -47,23 +47,23 @@ def _gradient_kernel(
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     states, end = channels * N, tl.where(inside, count, 0)
     rate_places = n * width + d[None, :]
-    state_places = rate_places if PARTS == 2 else n * channels + d[None, :]  # if equal, one variable saves registers
-    q, lost = load_rate(rates, rate_places, states, tile, UNROLL, PARTS)
+    state_places = rate_places if COMPONENTS == 2 else n * channels + d[None, :]  # if equal, one saves registers
+    q, lost = load_rate(rates, rate_places, states, tile, UNROLL, COMPONENTS)
     if SCALED or skip is not None:
         entry = load(weight_in, rate_places, states, tile, 1)
-        if PARTS == 1:
-            exit = load(weight_out, rate_places, states, tile, PARTS)
+        if COMPONENTS == 1:
+            exit = load(weight_out, rate_places, states, tile, COMPONENTS)
             if not SCALED:
                 exit = times(exit, entry)
-    state, slope = zeros([BLOCK_N, BLOCK_D], PARTS), zeros([BLOCK_N, BLOCK_D], PARTS)
+    state, slope = zeros([BLOCK_N, BLOCK_D], COMPONENTS), zeros([BLOCK_N, BLOCK_D], COMPONENTS)
     if starts is not None:
-        state = load(starts + slot * PARTS * states, state_places, states, tile, PARTS)
+        state = load(starts + slot * COMPONENTS * states, state_places, states, tile, COMPONENTS)
         if CARRIED:
-            slope = load(starts + (slots + slot) * PARTS * states, state_places, states, tile, PARTS)
-    state_sum, slope_sum = zeros([BLOCK_N, BLOCK_D], PARTS), zeros([BLOCK_N, BLOCK_D], PARTS)
+            slope = load(starts + (slots + slot) * COMPONENTS * states, state_places, states, tile, COMPONENTS)
+    state_sum, slope_sum = zeros([BLOCK_N, BLOCK_D], COMPONENTS), zeros([BLOCK_N, BLOCK_D], COMPONENTS)
     if skip is not None:
         skip_sum = tl.zeros([BLOCK_D], tl.float32)
-        if PARTS == 1:
+        if COMPONENTS == 1:
             skip_weight = tl.load(skip + d, inside, other=0.0)
     values = gradient + row * stride_b + (first + begin) * stride_t + d * stride_d
     inputs = x + row * x_stride_b + (first + begin) * x_stride_t + d * x_stride_d
@@ -96,7 +96,7 @@ def _gradient_kernel(
                 next_slope = select(t < count, next_slope, slope)
                 following = select(t < count, following, state)
             state, slope = following, next_slope
-            if PARTS == 1 and skip is not None:
+            if COMPONENTS == 1 and skip is not None:
                 inside_silu = tl.sum(real_times(exit, state), 0) + skip_weight * signals[i]
                 if other is not None:
                     inside_silu += others[i]
@@ -110,19 +110,19 @@ def _gradient_kernel(
             if not SHIFT:
                 state_sum = add_scaled(state_sum, state, received[None, :])
                 slope_sum = add_scaled(slope_sum, slope, received[None, :])
-            if PARTS == 2 and skip is not None:
+            if COMPONENTS == 2 and skip is not None:
                 skip_sum += received * entering
     if SCALED:
-        if PARTS == 2:  # loaded here, because the scan needs all registers
-            exit = load(weight_out, rate_places, states, tile, PARTS)
+        if COMPONENTS == 2:  # loaded here, because the scan needs all registers
+            exit = load(weight_out, rate_places, states, tile, COMPONENTS)
         slope_sum = times(slope_sum, exit)
         if last_gradient is not None:
             if begin + chunk >= size:
-                received = load(last_gradient + sequence * PARTS * states, state_places, states, tile, PARTS)
+                received = load(last_gradient + sequence * COMPONENTS * states, state_places, states, tile, COMPONENTS)
                 slope_sum = add(slope_sum, times(slope, received))
-    own = sums + 2 * slot * PARTS * states + state_places
+    own = sums + 2 * slot * COMPONENTS * states + state_places
     store(own, 0, states, tile, state_sum)
-    store(own + PARTS * states, 0, states, tile, slope_sum)
+    store(own + COMPONENTS * states, 0, states, tile, slope_sum)
     if skip is not None:
         tl.store(skip_sums + slot * channels + d, skip_sum, inside)
 
@@ -180,13 +180,13 @@ def _parameter_sums(
     inner = other = skip_sums = None
     if skip is not None:
         skip_sums = rates.new_zeros(plan.slots, plan.channels)
-        inner = rates.new_empty(x.shape) if plan.parts == 1 else None
+        inner = rates.new_empty(x.shape) if plan.components == 1 else None
         if plan.directions == 2:
             # Recomputed, because storing a float32 tensor of the size of x in the forward pass takes more memory.
             other = scan(plan, 1, x, mask, by_direction, starts, rates.new_empty(x.shape))
     finish: tuple[Tensor | None, ...] = (skip, other, inner, skip_sums)
     # 200 registers: an A100 runs ten programs per multiprocessor instead of eight, although Triton 3.6 and 3.7 spill.
-    few_registers = plan.parts == 1 and scaled and target(x.device).capability == (8, 0)
+    few_registers = plan.components == 1 and scaled and target(x.device).capability == (8, 0)
     for direction, direction_sums in enumerate(plan.each_direction(sums)):
         plan.launch(
             _gradient_kernel,

@@ -80,7 +80,7 @@ static void fuzz_average(uint64_t seed) {
     static const int64_t channels[] = {0, 1, 3, 4, 7, 8, 15, 16, 17, 31, 33, 48};
     static const int64_t lengths[] = {0, 1, 2, 15, 16, 17, 63, 64, 65, 129, 200};
     int64_t S = draw(5), D = channels[draw(12)], N = 1 + draw(draw(4) ? 6 : 33), P = 1 + draw(2), total = 0;
-    Call c = {.sequences = S, .channels = D, .states = N, .parts = (int32_t)P, .directions = (int32_t)(1 + draw(2))};
+    Call c = {.sequences = S, .channels = D, .states = N, .components = (int32_t)P, .directions = (int32_t)(1 + draw(2))};
     if (draw(2)) {
         int64_t *bounds = array(S + 1, 8);
         bounds[0] = 0;
@@ -131,7 +131,7 @@ static void fuzz_average(uint64_t seed) {
 static void fuzz_step(uint64_t seed) {
     int64_t S = draw(4), D = draw(20), P = 1 + draw(2), M = (1 + draw(40)) * P;
     int half = (int)draw(2);
-    Step s = {.sequences = S, .channels = D, .numbers = M, .parts = (int32_t)P, .silu = (int32_t)draw(2), .half = half};
+    Step s = {.sequences = S, .channels = D, .numbers = M, .components = (int32_t)P, .silu = (int32_t)draw(2), .half = half};
     s.x = rows(S * D, half), s.before = floats(S * D * M);
     s.change = floats(D * M), s.in = floats(D * M), s.weight = floats(D * M);
     if (draw(2)) s.mask = mask(S);
