@@ -48,14 +48,14 @@ def attend(
         output = _attend_full(query, key, value, bias, mask, *options)
         return output.unflatten(0, (batch, -1)).flatten(1, 2)[:, torch.arange(length, device=query.device)]
     complete = length - length % chunk_size
-    parts = []
+    outputs = []
     for first, stop, size in ((0, complete, chunk_size), (complete, length, length - complete)):
         if first < stop:
             q, k, v = [x[:, first:stop].reshape(-1, size, x.shape[2]) for x in (query, key, value)]
             m = None if mask is None else mask[:, first:stop].reshape(-1, size)
             output = _attend_full(q, k, v, bias, m, *options)
-            parts.append(output.view(batch, stop - first, value.shape[2]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            outputs.append(output.view(batch, stop - first, value.shape[2]))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _attend_full(

@@ -148,7 +148,7 @@ def chunk_state_kernel(
     rates, weight,  # see `triton_scan.ByDirection`
     starts,  # [S, P, N, D]
     ends,  # [directions, 1 or 2 with SLOPE, slots, P, N, D]
-    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,  # see `Plan`
+    cu_seqlens, length, chunk, chunks, channels, blocks, channel_rows, slots,  # see `Plan`
     stride_b, stride_t, stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COMPONENTS: tl.constexpr, UNROLL: tl.constexpr,
     FLIPPED: tl.constexpr, SLOPE: tl.constexpr,
@@ -166,7 +166,7 @@ def chunk_state_kernel(
     from_end = (direction == 1) != FLIPPED
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     states, end = channels * N, tl.where(inside, count, 0)
-    rate_places = n * width + direction * channels + d[None, :]
+    rate_places = n * channel_rows + direction * channels + d[None, :]
     state_places = rate_places if COMPONENTS == 2 else n * channels + d[None, :]  # if equal, one saves registers
     state, slope = zeros([BLOCK_N, BLOCK_D], COMPONENTS), zeros([BLOCK_N, BLOCK_D], COMPONENTS)
     if starts is not None:
@@ -222,7 +222,7 @@ def state_passing_kernel(
     ends,  # [directions, 1 or 2 with SLOPE, slots, P, N, D]
     rates,  # see `triton_scan.ByDirection`
     starts,  # [S, P, N, D]
-    own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,
+    own_blocks, cu_seqlens, length, chunk, chunks, channels, blocks, channel_rows, slots,
     N: tl.constexpr, BLOCK: tl.constexpr, AHEAD: tl.constexpr, COMPONENTS: tl.constexpr, FLIPPED: tl.constexpr,
     SLOPE: tl.constexpr,
 ):  # fmt: skip
@@ -238,7 +238,7 @@ def state_passing_kernel(
     states = channels * N
     place = tl.multiple_of(block * BLOCK + tl.arange(0, BLOCK), 1)[None, :]
     inside = place < states
-    rate_places = place // channels * width + direction * channels + place % channels
+    rate_places = place // channels * channel_rows + direction * channels + place % channels
     change, slope_change = _load_chunk_rate(rates, rate_places, states, inside, chunk, COMPONENTS)
     count = tl.maximum(tl.cdiv(size, chunk), 1)
     state, slope = zeros([1, BLOCK], COMPONENTS), zeros([1, BLOCK], COMPONENTS)

@@ -67,7 +67,8 @@ def make_plan(
     max_seqlen: int,
 ) -> Plan:  # fmt: skip
     """Return the division of a call into programs for one configuration."""
-    (batch, length, channels), (width, states), components = x.shape, parameters[0].shape, parameters[3].dim() - 1
+    (batch, length, channels), (channel_rows, states) = x.shape, parameters[0].shape
+    components = parameters[3].dim() - 1
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
     # 16 real or 8 complex states per thread.
     block_n = 1 << (states - 1).bit_length()
@@ -85,10 +86,10 @@ def make_plan(
     chunks = -(-max(longest, 1) // chunk)
     slots = sequences * chunks if cu_seqlens is None or chunks == 1 else length // chunk + sequences
     return Plan(
-        cu_seqlens, sequences, length, channels, width // max(channels, 1), states, components, shift, block, chunk,
-        chunks, slots, configuration.unroll,
+        cu_seqlens, sequences, length, channels, channel_rows // max(channels, 1), states, components, shift, block,
+        chunk, chunks, slots, configuration.unroll,
         tile={"N": states, "BLOCK_N": block_n, "BLOCK_D": block, "COMPONENTS": components},
-        sizes=(cu_seqlens, length, chunk, chunks, channels, blocks, width, slots),
+        sizes=(cu_seqlens, length, chunk, chunks, channels, blocks, channel_rows, slots),
     )  # fmt: skip
 
 
@@ -97,9 +98,10 @@ def choose(
     cu_seqlens: Tensor | None, max_seqlen: int,
 ) -> Any:  # fmt: skip
     """Return the result of `run` for the plan of the selected configuration."""
-    (batch, length, channels), (width, states) = x.shape, parameters[0].shape
+    (batch, length, channels), (channel_rows, states) = x.shape, parameters[0].shape
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
-    kind = [x.dtype, f"{states} states", width > channels and "bidirectional", cu_seqlens is not None and "varlen"]
+    kind = [x.dtype, f"{states} states", channel_rows > channels and "bidirectional"]
+    kind += [cu_seqlens is not None and "varlen"]
     sizes = {"sequences": sequences, "length": longest, "channels": channels}
     return triton_choice.choose(
         kernel, kind, sizes, CONFIGURATIONS,

@@ -41,7 +41,7 @@ def _scan_kernel(
     other, x, output,  # [B, T, D]
     last,  # [S, P, N, D]
     sums,  # [slots, N, D]
-    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,  # see `Plan`
+    cu_seqlens, length, chunk, chunks, channels, blocks, channel_rows, slots,  # see `Plan`
     stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COMPONENTS: tl.constexpr, UNROLL: tl.constexpr,
     REVERSED: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, GRADIENT: tl.constexpr,
@@ -58,7 +58,7 @@ def _scan_kernel(
         return
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     states, end = channels * N, tl.where(inside, count, 0)
-    rate_places = n * width + d[None, :]
+    rate_places = n * channel_rows + d[None, :]
     state_places = rate_places if COMPONENTS == 2 else n * channels + d[None, :]  # if equal, one saves registers
     q, lost = load_rate(rates, rate_places, states, tile, UNROLL, COMPONENTS)
     entry = load(weight_in, rate_places, states, tile, COMPONENTS if GRADIENT else 1)

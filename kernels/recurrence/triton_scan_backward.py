@@ -30,7 +30,7 @@ def _gradient_kernel(
     skip,  # [D]
     other, inner,  # [B, T, D]
     skip_sums,  # [slots, D]
-    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,  # see `Plan`
+    cu_seqlens, length, chunk, chunks, channels, blocks, channel_rows, slots,  # see `Plan`
     stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COMPONENTS: tl.constexpr, UNROLL: tl.constexpr,
     REVERSED: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, CARRIED: tl.constexpr,
@@ -46,7 +46,7 @@ def _gradient_kernel(
         return
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     states, end = channels * N, tl.where(inside, count, 0)
-    rate_places = n * width + d[None, :]
+    rate_places = n * channel_rows + d[None, :]
     state_places = rate_places if COMPONENTS == 2 else n * channels + d[None, :]  # if equal, one saves registers
     q, lost = load_rate(rates, rate_places, states, tile, UNROLL, COMPONENTS)
     if SCALED or skip is not None:
