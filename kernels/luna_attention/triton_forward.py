@@ -113,13 +113,13 @@ def _merge_kernel(
 
     The grid is (query blocks * B * H,).
     """
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    matrix = (tl.program_id(0) // blocks).to(tl.int64)
     t, column = tl.program_id(0) % blocks * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     valid = t < queries
     largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     o = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-    at = row * queries
+    at = matrix * queries
     for _ in range(0, splits):
         lse = tl.load(PARTIAL_LSE + at + t, mask=valid, other=float("-inf"))
         part = load_tile(PARTIAL + at * HEAD_SIZE, t, HEAD_SIZE, valid, column, HEAD_SIZE)
@@ -129,9 +129,9 @@ def _merge_kernel(
         o = o * shrink[:, None] + part * weight[:, None]
         at += split_rows
     some = tl.where(total > 0, total, 1.0)
-    OUT += ((row // heads) * queries * heads + row % heads) * HEAD_SIZE
+    OUT += ((matrix // heads) * queries * heads + matrix % heads) * HEAD_SIZE
     store_tile(OUT, t, heads * HEAD_SIZE, valid, column, HEAD_SIZE, o / some[:, None])
-    tl.store(LSE + row * queries + t, largest + tl.log2(some), mask=valid)
+    tl.store(LSE + matrix * queries + t, largest + tl.log2(some), mask=valid)
 
 
 class Tiles(NamedTuple):

@@ -50,7 +50,7 @@ def _query_kernel(
     sum_k = load_sums(START_K, head * segments + segment, SIZE, L, BK, BL, False)
     sum_v = load_sums(START_V, head * segments + segment, WIDTH, L, BV, BL, True)
     pack_query, used = load_pack_query(PQ + b * pq_b + h * pq_h, PACK_MASK, pq_l, b, SIZE, L, BK, BL)
-    r, column, row = tl.arange(0, C), tl.arange(0, BV), tl.arange(0, BL)
+    r, column, packed_row = tl.arange(0, C), tl.arange(0, BV), tl.arange(0, BL)
     past = r[:, None] >= r[None, :]
     for start in range(segment * S, tl.minimum(segment * S + S, T), C):
         t = start + r
@@ -60,7 +60,7 @@ def _query_kernel(
             t, T, SIZE, ELU, INNER, PRECISION, C, BK, BL,
         )  # fmt: skip
         kept_w = unpack_dropout(w, SEED, threshold, rescale, head, t, C, BL)
-        store_tile(W + head * T * L, t, L, ok, row, L, kept_w)
+        store_tile(W + head * T * L, t, L, ok, packed_row, L, kept_w)
         v = load_tile(V, t, v_t, kept, column, WIDTH)
         do = load_tile(DO + b * do_b + h * do_h, t, do_t, ok, column, WIDTH)
         d_blend = tl.where(past, dot(do, tl.trans(v), None, PRECISION), 0.0)
@@ -68,7 +68,7 @@ def _query_kernel(
         dw = dot(do.to(tl.float32) * rate[:, None], sum_v, dw, PRECISION)
         dw = unpack_dropout(dw, SEED, threshold, rescale, head, t, C, BL)
         du = w * (dw - tl.sum(w * dw, 1)[:, None]) * (rate * scale)[:, None]
-        store_tile(DU + head * T * L, t, L, ok, row, L, du)
+        store_tile(DU + head * T * L, t, L, ok, packed_row, L, du)
         d_similarity = tl.where(past, dot(du.to(INNER), tl.trans(a), None, PRECISION), 0.0)
         k = k.to(INNER)
         dq = dot(d_similarity.to(INNER), k, None, PRECISION)
@@ -113,7 +113,7 @@ def _key_kernel(
     pack_query, used = load_pack_query(PQ + b * pq_b + h * pq_h, PACK_MASK, pq_l, b, SIZE, L, BK, BL)
     if KEYS:
         d_pack_query = tl.zeros([BK, BL], tl.float32)
-    r, n, column, row = tl.arange(0, C), tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BL)
+    r, n, column, packed_row = tl.arange(0, C), tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BL)
     later = r[None, :] >= r[:, None]
     chunks = tl.cdiv(tl.minimum(S, T - segment * S), C)
     for i in range(0, chunks):
@@ -125,18 +125,18 @@ def _key_kernel(
             x = x.to(tl.float32) * load_rate(COUNT, b, t, ok, T)[:, None]
         x = x.to(INNER)
         y = load_tile(Y + b * y_b + h * y_h, t, y_t, kept, n, N)
-        z = load_tile(Z + b * z_b + h * z_h, t, z_t, ok, row, L)
+        z = load_tile(Z + b * z_b + h * z_h, t, z_t, ok, packed_row, L)
         products = tl.where(later, dot(y.to(INNER), tl.trans(x), None, PRECISION), 0.0)
         da = dot(products.to(INNER), z, None, PRECISION)
         da = dot(y, sums, da, PRECISION)
         if not KEYS:
-            store_tile(DA + head * T * L, t, L, ok, row, L, da)
+            store_tile(DA + head * T * L, t, L, ok, packed_row, L, da)
         pack_key = load_tile(PK + b * pk_b + h * pk_h, t, pk_t, kept, column, SIZE)
         scores = pack_scores(pack_key, pack_query, scale, PRECISION)
         a = tl.where(used[None, :], activate(scores, ELU), 0.0)
         a = pack_dropout(a, SEED, threshold, rescale, head, t, C, BL)
         if KEYS:
-            da += load_tile(DA + head * T * L, t, L, ok, row, L)
+            da += load_tile(DA + head * T * L, t, L, ok, packed_row, L)
             da = pack_dropout(da, SEED, threshold, rescale, head, t, C, BL)
             ds = tl.where(used[None, :], da * slope(scores, ELU) * scale, 0.0).to(INNER)
             d_pack_key = dot(ds, pack_query.to(INNER), None, PRECISION)

@@ -43,16 +43,16 @@ MIN_SEGMENT = 256
 
 @triton.jit(do_not_specialize=["segments"])
 def _prefix_kernel(SUMS, FIRST, segments, N, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
-    """Replace `[R, segments, N]` by the sums before (REVERSE: after) each segment, including `FIRST` `[R, N]`."""
+    """Replace `[heads, segments, N]` by the sums before (REVERSE: after) each segment, with `FIRST` `[heads, N]`."""
     blocks = tl.cdiv(N, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     if FIRST is not None:
-        total += tl.load(FIRST + row * N + columns, mask=columns < N, other=0.0)
+        total += tl.load(FIRST + head * N + columns, mask=columns < N, other=0.0)
     for i in range(0, segments):
         segment = segments - 1 - i if REVERSE else i
-        at = SUMS + (row * segments + segment) * N + columns
+        at = SUMS + (head * segments + segment) * N + columns
         here = tl.load(at, mask=columns < N, other=0.0)
         tl.store(at, total, mask=columns < N)
         total += here
@@ -78,7 +78,7 @@ def _sums_kernel(
     PACK: x and z are key and value, y = w are the pack weights, and Y is pack_key. Otherwise z is divided by t.
     """
     segments, segment, head, b, h = place(1, T, H, S)
-    key_column, value_column, row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
+    key_column, value_column, packed_row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     X += b * x_b + h * x_h
     Z += b * z_b + h * z_h
     Y += b * y_b + h * y_h
@@ -101,8 +101,8 @@ def _sums_kernel(
             w = y
         else:
             z = z.to(tl.float32) * load_rate(COUNT, b, t, ok, T)[:, None]
-            y = load_tile(Y, t, y_t, ok, row, L)
-            w = load_tile(W + b * w_b + h * w_h, t, w_t, ok, row, L)
+            y = load_tile(Y, t, y_t, ok, packed_row, L)
+            w = load_tile(W + b * w_b + h * w_h, t, w_t, ok, packed_row, L)
         sum_x = dot(tl.trans(x.to(INNER)), y, sum_x, PRECISION)
         sum_z = dot(tl.trans(z.to(INNER)), w, sum_z, PRECISION)
     number = head * segments + segment
@@ -169,7 +169,7 @@ def _pack_kernel(
 ):  # fmt: skip
     """Compute the pack weights of C tokens or, if the gradients DA of the weights are given, those of the scores."""
     _, chunk, head, b, h = place(1, T, H, C)
-    t, row = chunk * C + tl.arange(0, C), tl.arange(0, BL)
+    t, packed_row = chunk * C + tl.arange(0, C), tl.arange(0, BL)
     kept = load_kept(MASK, b * T, t, T)
     pack_query, used = load_pack_query(PQ + b * pq_b + h * pq_h, PACK_MASK, pq_l, b, SIZE, L, BK, BL)
     pack_key = load_tile(PK + b * pk_b + h * pk_h, t, pk_t, kept, tl.arange(0, BK), SIZE)
@@ -177,9 +177,9 @@ def _pack_kernel(
     if DA is None:
         x = activate(scores, ELU)
     else:
-        x = slope(scores, ELU) * load_tile(DA + head * T * L, t, L, t < T, row, L) * scale
+        x = slope(scores, ELU) * load_tile(DA + head * T * L, t, L, t < T, packed_row, L) * scale
     x = pack_dropout(x, SEED, threshold, rescale, head, t, C, BL)
-    store_tile(A + head * T * L, t, L, t < T, row, L, tl.where(used[None, :], x, 0.0))
+    store_tile(A + head * T * L, t, L, t < T, packed_row, L, tl.where(used[None, :], x, 0.0))
 
 
 @triton.jit
@@ -193,18 +193,18 @@ def _softmax_kernel(
 ):  # fmt: skip
     """Compute the unpack weights of C tokens or, if the gradients DW of the weights are given, those of the scores."""
     _, chunk, head, b, _ = place(1, T, H, C)
-    t, row = chunk * C + tl.arange(0, C), tl.arange(0, BL)
+    t, packed_row = chunk * C + tl.arange(0, C), tl.arange(0, BL)
     ok = t < T
-    used = load_kept(PACK_MASK, b * L, row, L)
-    x = softmax(load_tile(SCORES + head * T * L, t, L, ok, row, L), used)
+    used = load_kept(PACK_MASK, b * L, packed_row, L)
+    x = softmax(load_tile(SCORES + head * T * L, t, L, ok, packed_row, L), used)
     if DW is None:
         x = unpack_dropout(x, SEED, threshold, rescale, head, t, C, BL)
     else:
-        dw = load_tile(DW + head * T * L, t, L, ok, row, L)
+        dw = load_tile(DW + head * T * L, t, L, ok, packed_row, L)
         dw = unpack_dropout(dw, SEED, threshold, rescale, head, t, C, BL)
         rate = load_rate(COUNT, b, t, ok, T) * scale
         x *= (dw - tl.sum(x * dw, 1)[:, None]) * rate[:, None]
-    store_tile(OUT + head * T * L, t, L, ok, row, L, x)
+    store_tile(OUT + head * T * L, t, L, ok, packed_row, L, x)
 
 
 @triton.jit

@@ -55,21 +55,21 @@ def _decay(log_q, STEPS: tl.constexpr):
 def place(cu_seqlens, length, chunk, chunks, blocks):
     """Return the block of channels, the sequence and the chunk of this program.
 
-    The sequence is given by its index, batch row, first position and length; the chunk by its index, its slot among the
-    values stored per chunk, its first position and its length.
+    The sequence is given by its index, batch index, first position and length; the chunk by its index, its slot among
+    the values stored per chunk, its first position and its length.
     """
     program = tl.program_id(0).to(tl.int64)
     item = program // blocks
     sequence, number = item // chunks, item % chunks
     if cu_seqlens is None:
-        slot, row, first, size = item, sequence, sequence * 0, sequence * 0 + length
+        slot, batch, first, size = item, sequence, sequence * 0, sequence * 0 + length
     else:
-        row, first = sequence * 0, tl.load(cu_seqlens + sequence).to(tl.int64)
+        batch, first = sequence * 0, tl.load(cu_seqlens + sequence).to(tl.int64)
         size = tl.load(cu_seqlens + sequence + 1).to(tl.int64) - first
         # The slots are distinct, because a sequence of n positions has at most n // chunk + 1 chunks.
         slot = tl.where(chunks == 1, sequence, first // chunk + sequence + number)
     begin = number * chunk
-    return program % blocks, sequence, row, first, size, number, slot, begin, tl.minimum(size - begin, chunk)
+    return program % blocks, sequence, batch, first, size, number, slot, begin, tl.minimum(size - begin, chunk)
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def chunk_state_kernel(
     `(block of channels, chunk, sequence; direction)`. FLIPPED: `signal` is a gradient; direction 0 runs from the end,
     and direction 1 from the beginning.
     """
-    block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
+    block, sequence, batch, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if count <= 0:
         return
     direction = tl.program_id(1).to(tl.int64) if COMPONENTS == 1 else 0  # a complex average has one direction
@@ -178,8 +178,8 @@ def chunk_state_kernel(
     entry = None
     if weight is not None:
         entry = load(weight, rate_places, states, tile, COMPONENTS if FLIPPED else 1)
-    values = signal + row * stride_b + (first + begin) * stride_t + d * stride_d
-    token = row * length + first + begin
+    values = signal + batch * stride_b + (first + begin) * stride_t + d * stride_d
+    token = batch * length + first + begin
     # A scan from the end begins with padding to UNROLL steps.
     start_at = tl.where(from_end, tl.cdiv(count, UNROLL) * UNROLL - 1, 0)
     step = tl.where(from_end, -1, 1)

@@ -70,8 +70,8 @@ def _damped_backward_kernel(
     If `input_sums` is None, the sums lack the factors p beta and eta / sqrt(N), which this kernel applies.
     """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside, n, row = place < total, place % N, place // N
-    first = row // channels * 2 * N * channels + n * channels + row % channels
+    inside, n, channel_row = place < total, place % N, place // N
+    first = channel_row // channels * 2 * N * channels + n * channels + channel_row % channels
     entry_logit, damping_logits = _double(input_logit, place, inside), _double(damping_logit, place, inside)
     gate, damping, q, _ = _rates(entry_logit, damping_logits)
     weight, exit = _double(expansion, place, inside), scale * _double(projection, place, inside)
@@ -79,7 +79,7 @@ def _damped_backward_kernel(
     if input_sums is None:
         grad_in, grad_out, slope = exit * grad_out, gate * weight * grad_out, gate * weight * exit * slope
     else:
-        grad_in = _double(input_sums, n * channels + row, inside)
+        grad_in = _double(input_sums, n * channels + channel_row, inside)
     # d log q / d logit = -(1 - sigmoid(logit)) p damping / q
     through = tl.where(q > LEAST, slope * gate * damping, 0.0)
     _store(grad_input, place, (grad_in * gate * weight - through) * tl.sigmoid(-entry_logit), inside)

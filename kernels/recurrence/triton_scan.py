@@ -53,7 +53,7 @@ def _scan_kernel(
     receives the sums of the states times x. `last` receives the states after the last position, or the gradient of
     the states before the first position.
     """
-    block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
+    block, sequence, batch, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
         return
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
@@ -73,9 +73,9 @@ def _scan_kernel(
         skip_weight = tl.load(skip + d, inside, other=0.0)
     if sums is not None:
         total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        inputs = x + row * x_stride_b + (first + begin) * x_stride_t + d * x_stride_d
-    values = signal + row * stride_b + (first + begin) * stride_t + d * stride_d
-    token = row * length + first + begin
+        inputs = x + batch * x_stride_b + (first + begin) * x_stride_t + d * x_stride_d
+    values = signal + batch * stride_b + (first + begin) * stride_t + d * stride_d
+    token = batch * length + first + begin
     places = token * channels + d
     for start in range(0, count, UNROLL):
         signals, keeps, others, multiplied = (), (), (), ()

@@ -41,7 +41,7 @@ def _gradient_kernel(
     of the skip. `inner` receives the gradient of a real average with a skip, the argument of silu. SCALED: the second
     sum is the gradient of q.
     """
-    block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
+    block, sequence, batch, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
         return
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
@@ -65,9 +65,9 @@ def _gradient_kernel(
         skip_sum = tl.zeros([BLOCK_D], tl.float32)
         if COMPONENTS == 1:
             skip_weight = tl.load(skip + d, inside, other=0.0)
-    values = gradient + row * stride_b + (first + begin) * stride_t + d * stride_d
-    inputs = x + row * x_stride_b + (first + begin) * x_stride_t + d * x_stride_d
-    token = row * length + first + begin
+    values = gradient + batch * stride_b + (first + begin) * stride_t + d * stride_d
+    inputs = x + batch * x_stride_b + (first + begin) * x_stride_t + d * x_stride_d
+    token = batch * length + first + begin
     places = token * channels + d
     for start in range(0, count, UNROLL):
         signals, gradients, keeps, others = (), (), (), ()

@@ -21,15 +21,15 @@ def _step_kernel(
     """Process one position of a causal average.
 
     `rates`, `weight_in` and `weight_out` are the input logit, expansion and projection of a real average, or
-    `complex_ema_coefficients`; `damping_logit` is then None. The program index is `(block of channels, batch row)`.
+    `complex_ema_coefficients`; `damping_logit` is then None. The program index is `(block of channels, sequence)`.
     """
     program = tl.program_id(0).to(tl.int64)
-    row = program // blocks
+    batch = program // blocks
     n, d = tl.arange(0, BLOCK_N)[None, :], program % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = d < channels
     tile = (n < N) & inside[:, None]
     places = COMPONENTS * (d[:, None] * N + n)
-    own = row * channels * N * COMPONENTS
+    own = batch * channels * N * COMPONENTS
     entry = tl.load(weight_in + places, tile, other=0.0).to(tl.float32)
     change, exit = load(rates, places, 1, tile, COMPONENTS), load(weight_out, places, 1, tile, COMPONENTS)
     if COMPONENTS == 1:
@@ -38,21 +38,21 @@ def _step_kernel(
         change, entry, exit = (-gate * damping,), gate * entry, (scale * exit[0],)
     else:
         exit = exit[0], -exit[1]  # `weight_out` is conjugated
-    value = tl.load(x + row * stride_b + d * stride_d, inside, other=0.0).to(tl.float32)
+    value = tl.load(x + batch * stride_b + d * stride_d, inside, other=0.0).to(tl.float32)
     if COMPONENTS == 2 and mask is not None:
-        value = tl.where(tl.load(mask + row), value, 0.0)
+        value = tl.where(tl.load(mask + batch), value, 0.0)
     before = load(state + own, places, 1, tile, COMPONENTS)
     # q - 1, not q: rounding errors of q would accumulate over many steps.
     after = add(before, add_scaled(times(before, change), (entry,), value[:, None]))
     if mask is not None:  # masked positions do not change the state
-        after = select(tl.load(mask + row), after, before)
+        after = select(tl.load(mask + batch), after, before)
     store(next_state + own, places, 1, tile, after)
     average = tl.sum(real_times(exit, after), 1)
     if skip is not None:
         average += value * tl.load(skip + d, inside, other=0.0).to(tl.float32)
         if COMPONENTS == 1:
             average *= tl.sigmoid(average)
-    tl.store(output + row * channels + d, average.to(output.dtype.element_ty), inside)
+    tl.store(output + batch * channels + d, average.to(output.dtype.element_ty), inside)
 
 
 def step(x: Tensor, state: Tensor, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
