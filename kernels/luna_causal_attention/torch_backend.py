@@ -328,16 +328,16 @@ def _blocks(
 
     The order is fixed, because the random numbers of dropout depend on it.
     """
-    (batch, length, heads, _), device, tokens = query.shape, query.device, (query, pack_key, key, value)
-    size = max(1, BLOCK_TOKENS // (batch * length)) if device.type == "cpu" else heads
+    (batch, length, all_heads, _), device, tokens = query.shape, query.device, (query, pack_key, key, value)
+    size = max(1, BLOCK_TOKENS // (batch * length)) if device.type == "cpu" else all_heads
     generator = None if seed is None else torch.Generator(device).manual_seed(int(seed))
-    for start in range(0, heads, size):
-        some = slice(start, min(start + size, heads))
-        part = [x[:, :, some] for x in (*tokens, pack_query)]
-        state = (*(None if x is None else x[:, some] for x in (key_mean, value_mean)), past)
+    for start in range(0, all_heads, size):
+        block_heads = slice(start, min(start + size, all_heads))
+        part = [x[:, :, block_heads] for x in (*tokens, pack_query)]
+        state = (*(None if x is None else x[:, block_heads] for x in (key_mean, value_mean)), past)
         block = _Block(part[:4], part[4], count, (mask, pack_mask), state, activation, min(CHUNK, length))
         block.weigh(dropout, generator)
-        yield some, block
+        yield block_heads, block
 
 
 def _forward(

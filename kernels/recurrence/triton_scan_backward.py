@@ -184,14 +184,14 @@ def _parameter_sums(
         if plan.directions == 2:
             # Recomputed, because storing a float32 tensor of the size of x in the forward pass takes more memory.
             other = scan(plan, 1, x, mask, by_direction, starts, rates.new_empty(x.shape))
-    finish: tuple[Tensor | None, ...] = (skip, other, inner, skip_sums)
+    skip_arguments: tuple[Tensor | None, ...] = (skip, other, inner, skip_sums)
     # 200 registers: an A100 runs ten programs per multiprocessor instead of eight, although Triton 3.6 and 3.7 spill.
     few_registers = plan.components == 1 and scaled and target(x.device).capability == (8, 0)
     for direction, direction_sums in enumerate(plan.each_direction(sums)):
         plan.launch(
             _gradient_kernel,
             *(gradient, x, mask, *by_direction[direction]),
-            *(starts[direction], last_gradient, direction_sums, *finish, *plan.sizes),
+            *(starts[direction], last_gradient, direction_sums, *skip_arguments, *plan.sizes),
             *(*gradient.stride(), *x.stride()),
             UNROLL=plan.unroll // 2,  # twice as many tiles of states leave fewer registers for inputs
             REVERSED=direction == 1,
@@ -200,5 +200,5 @@ def _parameter_sums(
             CARRIED=plan.chunks > 1,
             registers=200 if few_registers else None,
         )
-        gradient, finish = gradient if inner is None else inner, (None,) * 4
+        gradient, skip_arguments = gradient if inner is None else inner, (None,) * 4
     return gradient, sums.sum(1), None if skip_sums is None else skip_sums.sum(0)
