@@ -101,14 +101,14 @@ class _Gradient:
         self.places = [names.index(name) for name in differentiable]
         # For each output, the inputs that affect it.
         self.causes = {i: [names.index(n) for n in differentiable if n not in apart] for i, apart in gradients.items()}
-        given = ["Tensor grad_0", *(f"Tensor? grad_{i}" for i in self.gradients[1:]), *([saved] if saved else [])]
+        added = ["Tensor grad_0", *(f"Tensor? grad_{i}" for i in self.gradients[1:]), *([saved] if saved else [])]
         self.operator = torch.library.custom_op(
             f"{name}_backward",
             lambda grad, *rest: [_or_empty(x, grad) for x in self.run(grad, *rest)],
             mutates_args=(),
-            schema=f"({', '.join(given)}, {inputs}) -> Tensor[]",
+            schema=f"({', '.join(added)}, {inputs}) -> Tensor[]",
         )
-        register_flops(f"{name}_backward", lambda *given: flops(*given[-len(names) :])[1])
+        register_flops(f"{name}_backward", lambda *arguments: flops(*arguments[-len(names) :])[1])
 
         @self.operator.register_fake
         def _(grad: Tensor, *rest: Any) -> list[Tensor]:
@@ -134,14 +134,14 @@ class _Gradient:
         for place, x in zip(self.tensors, flat, strict=True):
             inputs[place] = x
         results: list[Tensor | None] = [None] * len(inputs)
-        found: Sequence[Tensor | None]
+        input_grads: Sequence[Tensor | None]
         if torch.is_grad_enabled() and mode() < COMPILED:  # with `create_graph=True`, or for a second derivative
-            found = differentiate_formula(self.formula, inputs, self.places, grads, self.gradients)
+            input_grads = differentiate_formula(self.formula, inputs, self.places, grads, self.gradients)
         else:
             first = torch.zeros_like(self.fake(*inputs)[0]) if grads[0] is None else grads[0]
             arguments = (first, *[grads[index] for index in self.gradients[1:]], *kept, *inputs)
-            found = (self.run if is_plain(arguments) else self.operator)(*arguments)
-        for place, grad in zip(self.places, found, strict=True):
+            input_grads = (self.run if is_plain(arguments) else self.operator)(*arguments)
+        for place, grad in zip(self.places, input_grads, strict=True):
             results[place] = None if inputs[place] is None else grad
         return tuple(results)
 
@@ -166,7 +166,7 @@ def differentiate_formula(
     used = [i for i in gradients if not (grads[i] is None or outputs[i] is None) and outputs[i].requires_grad]
     if not used:
         return [None] * len(places)
-    found = torch.autograd.grad(
+    input_grads = torch.autograd.grad(
         [outputs[i] for i in used],
         [inputs[place] for place in needed],
         [grads[i] for i in used],
@@ -174,7 +174,7 @@ def differentiate_formula(
         allow_unused=True,
         materialize_grads=True,
     )
-    by_place = dict(zip(needed, found, strict=True))
+    by_place = dict(zip(needed, input_grads, strict=True))
     return [by_place.get(place) for place in places]
 
 

@@ -104,8 +104,8 @@ def pad_columns(x: Tensor, before: int, count: int) -> Tensor:
     return nn.functional.pad(x, (*(0, 0) * (x.dim() - 2), before, after))
 
 
-def drop_zero_rows(rows: Tensor | None) -> Tensor | None:
-    """Return None if all rows are zero and this can be checked without device synchronization, else the rows."""
-    if type(rows) is not Tensor or rows.device.type != "cpu" or mode() >= TRANSFORMED:
-        return rows
-    return rows if rows.any() else None
+def drop_zero_rows(shift: Tensor | None) -> Tensor | None:
+    """Return None if no row is shifted and this can be checked without device synchronization, else `shift` `[B]`."""
+    if type(shift) is not Tensor or shift.device.type != "cpu" or mode() >= TRANSFORMED:
+        return shift
+    return shift if shift.any() else None

@@ -59,6 +59,20 @@ def check_position(op: str, x: Tensor, mask: Tensor | None, features: str) -> No
     check_mask(op, mask, x.shape[:1])
 
 
+def check_directions(op: str, x: Tensor, parameter: Tensor, name: str, stateful: bool) -> None:
+    """Raise `ValueError` unless a parameter has one row per channel of x or, without states, two."""
+    channel_rows, channels = len(parameter), x.shape[2]
+    if channel_rows == channels:
+        return
+    if channel_rows != 2 * channels:
+        raise ValueError(
+            f"{op}: {channel_rows} rows of {name} fit neither {channels} channels (causal) nor twice that "
+            "(bidirectional)"
+        )
+    if stateful:
+        raise ValueError(f"{op}: a bidirectional model has no state; omit initial_state and return_state")
+
+
 def check_average(
     op: str, x: Tensor, parameters: Sequence[Tensor], skip: Tensor | None, state: Tensor | None, sequences: Sequences,
     shape: list[int], coefficients: tuple[Tensor, ...] | None = None,
@@ -75,9 +89,9 @@ def check_average(
         raise ValueError(f"{op} needs a skip of shape {list(x.shape[-1:])}, got {list(skip.shape)}")
     if coefficients is not None:
         dtype = upcast_dtype(x, *parameters)
-        if [(of.dtype, list(of.shape)) for of in coefficients] != [(dtype, shape)] * 3:
-            found = ", ".join(f"{of.dtype} {list(of.shape)}" for of in coefficients)
-            raise ValueError(f"{op} needs three `coefficients` of {dtype} {shape}, got {found}; compute them again")
+        if [(tensor.dtype, list(tensor.shape)) for tensor in coefficients] != [(dtype, shape)] * 3:
+            kinds = ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in coefficients)
+            raise ValueError(f"{op} needs three `coefficients` of {dtype} {shape}, got {kinds}; compute them again")
     if state is not None:
         state_shape = [sequences.number(x), *shape]
         if list(state.shape) != state_shape or state.dtype not in (torch.float32, torch.float64):

@@ -113,8 +113,7 @@ class RecurrentLayer(nn.Module):
             return type(self).op_coefficients(*arguments, dtype=dtype or upcast_dtype(*arguments))
 
         x = torch.zeros(1, 1, self.channels, device=next(self.parameters()).device)
-        result: tuple[Tensor, ...] = self(x, run=run)
-        return result
+        return self(x, run=run)
 
     def _step_arguments(self) -> tuple[Tensor | None, ...]:
         """Return `arguments`; with coefficients, a step may only use their shapes."""
@@ -191,8 +190,8 @@ class ComplexMovingAverage(RecurrentLayer):
         nn.init.normal_(self.damping_logit, std=0.2)
         # In random order, channels have frequencies from 1 to 1 / D of the highest.
         number = torch.randperm(self.channels, device=self.phase_logit.device) + 1
-        phase = torch.exp(-math.log(self.channels) / self.channels * number)
-        self.phase_logit.copy_(torch.logit(phase, eps=1e-6))  # one channel has a phase of 1
+        turns = torch.exp(-math.log(self.channels) / self.channels * number)
+        self.phase_logit.copy_(torch.logit(turns, eps=1e-6))  # one channel has an entire turn
         nn.init.normal_(self.projection[..., 0])
         nn.init.zeros_(self.projection[..., 1])
         if type(self.skip).__name__ != "FakeTensor":  # has no values that could be compared with the bounds
@@ -239,10 +238,10 @@ class DiagonalSSM(RecurrentLayer):
         if not 0.0 < step[0] <= step[1]:
             raise ValueError(f"DiagonalSSM needs a range of positive time steps, got {step}")
         self.init, self.initial_step, self.discretization = init, step, discretization
-        rows = channels * (1 + bidirectional)
-        self.log_step, self.log_rate = nn.Parameter(torch.empty(rows)), nn.Parameter(torch.empty(rows, states))
-        self.frequency = None if init == "real" else nn.Parameter(torch.empty(rows, states))
-        self.output_weight = nn.Parameter(torch.empty(rows, states, *(() if init == "real" else (2,))))
+        shape = channels * (1 + bidirectional), states
+        self.log_step, self.log_rate = nn.Parameter(torch.empty(shape[0])), nn.Parameter(torch.empty(shape))
+        self.frequency = None if init == "real" else nn.Parameter(torch.empty(shape))
+        self.output_weight = nn.Parameter(torch.empty(*shape, *(() if init == "real" else (2,))))
         self.skip = nn.Parameter(torch.empty(channels))
         self.reset_parameters()
 

@@ -43,14 +43,13 @@ class Sequences(NamedTuple):
         assert self.bounds is not None
         position = torch.arange(self.longest, device=x.device) + self.bounds[:-1, None]
         kept = self.keep()
-        rows = x[0, position.clamp(max=max(x.shape[1] - 1, 0))]
-        return rows.masked_fill(~kept.view(*kept.shape, *(1,) * (x.dim() - 2)), 0)
+        padded = x[0, position.clamp(max=max(x.shape[1] - 1, 0))]
+        return padded.masked_fill(~kept.view(*kept.shape, *(1,) * (x.dim() - 2)), 0)
 
     def unpad(self, x: Tensor, total: int) -> Tensor:
         """Return `[S, longest, ...]` as `[1, total, ...]`, without the padding of `pad`."""
         assert self.bounds is not None
-        row, position = locate(self.bounds, total)
-        return x[row, position][None]
+        return x[locate(self.bounds, total)][None]
 
     def padded(self) -> "Sequences":
         """Return the sequences of tokens that `pad` copied, with a mask."""
@@ -60,10 +59,10 @@ class Sequences(NamedTuple):
 ALL_TOKENS = Sequences()  # one sequence per row, without a mask
 
 
-def in_rows(run: Callable[..., Any], *tokens: str, of_tokens: bool = True) -> Callable[..., Any]:
+def in_rows(run: Callable[..., Any], *tokens: str, unpads: bool = True) -> Callable[..., Any]:
     """Return a function of any `sequences`, based on `run`, which requires one sequence per row and takes their mask.
 
-    `tokens` are the names of its arguments `[1, total, ...]`. `of_tokens`: so is its (first) result.
+    `tokens` are the names of its arguments `[1, total, ...]`. `unpads`: so is its (first) result.
     """
 
     def run_any(sequences: Sequences, **call: Any) -> Any:
@@ -75,7 +74,7 @@ def in_rows(run: Callable[..., Any], *tokens: str, of_tokens: bool = True) -> Ca
             same = next((other for other in padded if call[other] is call[name]), None)
             padded[name] = sequences.pad(call[name]) if same is None else padded[same]
         result = run(mask=sequences.padded().mask, **call | padded)
-        if not of_tokens:
+        if not unpads:
             return result
         if isinstance(result, Tensor):
             return sequences.unpad(result, total)
@@ -118,7 +117,8 @@ def check_cu_seqlens(
     if mode() != EXPORTED and (mode() >= COMPILED or cu_seqlens.device.type != "cpu"):
         most = total if max_seqlen is None else max_seqlen
         if getattr(cu_seqlens, "_luna_mega_checked", None) != (most, total):
-            _assert_on_device(op, cu_seqlens, lengths, most, total)
+            fits = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & ((lengths >= 0) & (lengths <= most)).all()
+            torch._assert_async(fits, f"{op}: cu_seqlens must increase from 0 to the length, by at most max_seqlen")
     return int(lengths.max()) if max_seqlen is None else max_seqlen
 
 
@@ -131,11 +131,6 @@ def values(cu_seqlens: Tensor) -> list[int] | None:
     except RuntimeError:
         return None
     return bounds
-
-
-def _assert_on_device(op: str, cu_seqlens: Tensor, lengths: Tensor, most: int, total: int) -> None:
-    right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & ((lengths >= 0) & (lengths <= most)).all()
-    torch._assert_async(right, f"{op}: cu_seqlens must increase from 0 to the length, by at most max_seqlen")
 
 
 def checked_copy(cu_seqlens: Tensor, max_seqlen: int, total: int) -> Tensor:
@@ -153,5 +148,5 @@ def checked_copy(cu_seqlens: Tensor, max_seqlen: int, total: int) -> Tensor:
 def locate(cu_seqlens: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Return the sequence index of every token and its position in the sequence, `[total]` each."""
     token = torch.arange(total, device=cu_seqlens.device)
-    row = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
-    return row, token - cu_seqlens[row]
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), token, right=True)
+    return sequence, token - cu_seqlens[sequence]

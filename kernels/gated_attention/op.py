@@ -28,8 +28,8 @@ def _triton(
 
     if start is not None and causal and function != "softmax":
         # The kernels divide by the query's column plus 1, not by its position plus 1.
-        seen = torch.arange(offset + 1, offset + query.shape[1] + 1, device=query.device)
-        query = query * (seen / (seen + start[:, None]).clamp(min=1))[..., None].to(query.dtype)
+        visible = torch.arange(offset + 1, offset + query.shape[1] + 1, device=query.device)
+        query = query * (visible / (visible + start[:, None]).clamp(min=1))[..., None].to(query.dtype)
     options = (function, causal, chunk_size, offset, dropout)
     if row_offset is None:
         return triton_ops.attend(query, key, value, bias, mask, *options, **varlen)
@@ -97,8 +97,7 @@ _fast_triton = _fast(_triton)
 def _any_triton(sequences: Sequences, **call: Any) -> Tensor:
     if sequences.bounds is not None:
         call |= {"cu_seqlens": sequences.bounds, "max_seqlen": sequences.longest}
-    output: Tensor = _fast_triton(mask=sequences.mask, **call)
-    return output
+    return _fast_triton(mask=sequences.mask, **call)
 
 
 ATTEND = Op(
@@ -292,15 +291,14 @@ def attend_last(
     _check_bias(op, bias, key.shape[1])
     call: Arguments = {"query": query, "key": key, "value": value, "bias": bias, "mask": mask, "function": function}
     call |= {"column": column, "start": drop_zero_rows(start), "dropout": dropout}
-    result: Tensor = STEP(backend, call)
-    return result
+    return STEP(backend, call)
 
 
 def _check_call(
     op: str, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, function: str, causal: bool,
-    chunk_size: int | None, offset: int, dropout: float, **rows: Tensor | None,
+    chunk_size: int | None, offset: int, dropout: float, **by_sequence: Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise `ValueError` unless the arguments match; `rows` are the integers `[B]` by name."""
+    """Raise `ValueError` unless the arguments match; `by_sequence` are the integers `[B]` by name."""
     if not query.dim() == key.dim() == value.dim() == 3:
         raise ValueError(
             f"{op} needs [batch, length, size] tensors, got query {list(query.shape)}, key {list(key.shape)} and value "
@@ -328,10 +326,10 @@ def _check_call(
             "need a key at the position of every query, and offset must not be negative"
         )
     check_dropout(op, dropout)
-    for name, x in rows.items():
+    for name, x in by_sequence.items():
         if x is not None and (x.dtype not in (torch.int32, torch.int64) or x.shape != query.shape[:1]):
             raise ValueError(f"{op} needs {name} [{query.shape[0]}] of int32 or int64, got {x.dtype} {list(x.shape)}")
-    if rows.get("row_offset") is not None and (causal or chunk_size is not None):
+    if by_sequence.get("row_offset") is not None and (causal or chunk_size is not None):
         raise ValueError(f"{op}: row_offset is only for cross-attention without chunks; omit row_offset")
 
 

@@ -13,8 +13,9 @@ from .._mode import COMPILED, FORMULAS, is_known, mode
 from ..dropout import dropout_factors, host_seed
 from ..upcast import upcast_dtype
 from . import reference
+from .torch_step import product_dtype
 
-BLOCK_ROWS = 256
+BLOCK_QUERIES = 256
 # Number of scores in a block of several sequences or chunks: the first fits the cache of a CPU, the second saturates
 # other devices.
 BLOCK_SCORES_CPU, BLOCK_SCORES = 2**20, 2**26
@@ -47,14 +48,14 @@ def attend(
         output = _attend_full(query, key, value, bias, mask, *options)
         return output.unflatten(0, (batch, -1)).flatten(1, 2)[:, torch.arange(length, device=query.device)]
     complete = length - length % chunk_size
-    parts = []
+    outputs = []
     for first, stop, size in ((0, complete, chunk_size), (complete, length, length - complete)):
         if first < stop:
             q, k, v = [x[:, first:stop].reshape(-1, size, x.shape[2]) for x in (query, key, value)]
             m = None if mask is None else mask[:, first:stop].reshape(-1, size)
             output = _attend_full(q, k, v, bias, m, *options)
-            parts.append(output.view(batch, stop - first, value.shape[2]))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+            outputs.append(output.view(batch, stop - first, value.shape[2]))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 
 def _attend_full(
@@ -99,13 +100,11 @@ class _Blocks:
     ) -> None:  # fmt: skip
         self.function, self.causal, self.offset, self.dropout, self.keep = function, causal, offset, dropout, keep
         self.dtype = upcast_dtype(query, value)
-        # The products with the value dominate: they use its dtype, unless it is slow (float16 on CPU).
-        slow = value.dtype == torch.float16 and value.device.type == "cpu"
-        self.value_dtype = self.dtype if slow else value.dtype
+        self.value_dtype = product_dtype(value, self.dtype)
         self.divisor: float | Tensor = math.sqrt(query.shape[2])  # of the scores; a tensor is `[B or 1, T or 1, 1]`
         if function != "softmax" and causal:
-            seen = torch.arange(offset + 1, offset + query.shape[1] + 1, device=query.device)
-            self.divisor = (seen if start is None else (seen + start[:, None]).clamp(min=1))[..., None]
+            visible = torch.arange(offset + 1, offset + query.shape[1] + 1, device=query.device)
+            self.divisor = (visible if start is None else (visible + start[:, None]).clamp(min=1))[..., None]
         elif function != "softmax":
             self.divisor = max(key.shape[1], 1) if mask is None else mask.sum(dim=1).clamp(min=1)[:, None, None]
         self.query, self.key = query.to(self.dtype) / self.divisor, key.to(self.dtype)
@@ -122,8 +121,8 @@ class _Blocks:
         if mask is not None:
             self.masked = ~mask[:, None, :]
         if mask is not None and function == "softmax":
-            seen = mask.cumsum(dim=1)[:, offset : offset + query.shape[1]] if causal else mask.sum(dim=1, keepdim=True)
-            self.keyless = (seen == 0)[:, :, None].expand(-1, query.shape[1], 1)
+            visible = mask.cumsum(1)[:, offset : offset + query.shape[1]] if causal else mask.sum(1, keepdim=True)
+            self.keyless = (visible == 0)[:, :, None].expand(-1, query.shape[1], 1)
         self.generator = None if seed is None else torch.Generator(query.device).manual_seed(int(seed))
 
     def __iter__(self) -> Iterator[tuple[slice, slice, slice]]:
@@ -133,27 +132,27 @@ class _Blocks:
         """
         count, length, keys = self.query.shape[0], self.query.shape[1], self.key.shape[1]
         limit = BLOCK_SCORES_CPU if self.query.device.type == "cpu" else BLOCK_SCORES
-        sequences = max(1, limit // max(1, min(BLOCK_ROWS, length) * keys))
+        sequences = max(1, limit // max(1, min(BLOCK_QUERIES, length) * keys))
         for first in range(0, count, sequences):
-            for row in range(0, length, BLOCK_ROWS):
-                stop = min(row + BLOCK_ROWS, length)
-                seen = self.offset + stop if self.causal else keys
-                yield slice(first, first + sequences), slice(row, stop), slice(0, seen)
+            for first_query in range(0, length, BLOCK_QUERIES):
+                stop = min(first_query + BLOCK_QUERIES, length)
+                visible = self.offset + stop if self.causal else keys
+                yield slice(first, first + sequences), slice(first_query, stop), slice(0, visible)
 
-    def lags(self, n: slice, rows: slice, keys: slice) -> tuple[slice, slice]:
+    def lags(self, n: slice, queries: slice, keys: slice) -> tuple[slice, slice]:
         """Return the part of the bias between a block's queries and keys."""
-        first = self.positions - self.offset - rows.stop
-        return n if self.row_bias else slice(0, 1), slice(first, first + rows.stop - rows.start + keys.stop - 1)
+        first = self.positions - self.offset - queries.stop
+        return n if self.row_bias else slice(0, 1), slice(first, first + queries.stop - queries.start + keys.stop - 1)
 
-    def scores(self, n: slice, rows: slice, keys: slice, out: Tensor | None = None) -> Tensor:
-        bias = self.bias[self.lags(n, rows, keys)].unfold(1, keys.stop, 1).flip(1)
-        scores = torch.baddbmm(bias, self.query[n, rows], self.key[n, keys].transpose(1, 2), out=out)
+    def scores(self, n: slice, queries: slice, keys: slice, out: Tensor | None = None) -> Tensor:
+        bias = self.bias[self.lags(n, queries, keys)].unfold(1, keys.stop, 1).flip(1)
+        scores = torch.baddbmm(bias, self.query[n, queries], self.key[n, keys].transpose(1, 2), out=out)
         # The lowest number instead of -inf: the softmax of a query without keys stays finite until it is set to 0.
         if self.masked is not None:
             scores.masked_fill_(self.masked[n, :, keys], torch.finfo(self.dtype).min)
         return scores
 
-    def weights(self, scores: Tensor, n: slice, rows: slice, out: Tensor | None = None) -> Tensor:
+    def weights(self, scores: Tensor, n: slice, queries: slice, out: Tensor | None = None) -> Tensor:
         """Return the weights, computed as in the reference; `out` is used for softmax only."""
         if self.function == "relu2":
             return torch.relu(scores).square_()
@@ -161,7 +160,7 @@ class _Blocks:
             width = reference.LAPLACE_DEVIATION * math.sqrt(2.0)
             return scores.sub(reference.LAPLACE_MEAN).div_(width).erf_().add_(1.0).mul_(0.5)
         weights = torch.softmax(scores, dim=-1, out=out)
-        return weights if self.keyless is None else weights.masked_fill_(self.keyless[n, rows], 0.0)
+        return weights if self.keyless is None else weights.masked_fill_(self.keyless[n, queries], 0.0)
 
     def through_function(self, grad: Tensor, scores: Tensor, weights: Tensor) -> Tensor:
         """Return the gradient of the scores from the gradient of the weights."""
@@ -182,15 +181,15 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Ten
     """Return the output and, if `keep`, the scores for the backward pass (for softmax, the weights)."""
     blocks = _Blocks(query, key, value, *rest)
     output, kept = _empty(query, key, value, blocks.keep)
-    for n, rows, keys in blocks:
-        place = kept[n, rows, keys] if blocks.keep else None
+    for n, queries, keys in blocks:
+        place = kept[n, queries, keys] if blocks.keep else None
         if blocks.function == "softmax":
-            weights = blocks.weights(blocks.scores(n, rows, keys), n, rows, place)
+            weights = blocks.weights(blocks.scores(n, queries, keys), n, queries, place)
         else:
-            weights = blocks.weights(blocks.scores(n, rows, keys, place), n, rows)
+            weights = blocks.weights(blocks.scores(n, queries, keys, place), n, queries)
         if blocks.dropout > 0.0:
             weights = weights * blocks.dropped(weights)
-        _set_product(output[n, rows], weights.to(blocks.value_dtype), blocks.value[n, keys])
+        _set_product(output[n, queries], weights.to(blocks.value_dtype), blocks.value[n, keys])
     return output, kept
 
 
@@ -202,34 +201,34 @@ def _empty(query: Tensor, key: Tensor, value: Tensor, keep: bool, **_: object) -
 def _backward(grad_output: Tensor, kept: Tensor, *inputs: Any) -> list[Tensor | None]:
     blocks, (query, key, value, bias) = _Blocks(*inputs), inputs[:4]
     # The first block of a sequence overwrites the gradients of keys and values if it attends to all of them.
-    seen = blocks.offset + min(query.shape[1], BLOCK_ROWS) if blocks.causal else key.shape[1]
-    set_first = 0 < query.shape[1] and seen == key.shape[1]
+    visible = blocks.offset + min(query.shape[1], BLOCK_QUERIES) if blocks.causal else key.shape[1]
+    set_first = 0 < query.shape[1] and visible == key.shape[1]
     make = torch.empty if set_first else torch.zeros
     grad_query, grad_key, grad_value = (make(x.shape, dtype=blocks.dtype, device=x.device) for x in (query, key, value))
     grad_bias = torch.zeros_like(blocks.bias)
     grad_output = grad_output.to(blocks.value_dtype)
-    for n, rows, keys in blocks:
-        write = _set_product if set_first and rows.start == 0 else _add_product
-        scores = weights = kept[n, rows, keys] if blocks.keep else blocks.scores(n, rows, keys)
+    for n, queries, keys in blocks:
+        write = _set_product if set_first and queries.start == 0 else _add_product
+        scores = weights = kept[n, queries, keys] if blocks.keep else blocks.scores(n, queries, keys)
         if not blocks.keep or blocks.function != "softmax":
-            weights = blocks.weights(scores, n, rows)
-        grad = torch.bmm(grad_output[n, rows], blocks.value[n, keys].transpose(1, 2)).to(blocks.dtype)
+            weights = blocks.weights(scores, n, queries)
+        grad = torch.bmm(grad_output[n, queries], blocks.value[n, keys].transpose(1, 2)).to(blocks.dtype)
         used = weights
         if blocks.dropout > 0.0:
             dropped = blocks.dropped(weights)
             grad *= dropped
             used = weights * dropped
-        write(grad_value[n, keys], used.to(blocks.value_dtype).transpose(1, 2), grad_output[n, rows])
+        write(grad_value[n, keys], used.to(blocks.value_dtype).transpose(1, 2), grad_output[n, queries])
         grad = blocks.through_function(grad, scores, weights)
-        _set_product(grad_query[n, rows], grad, blocks.key[n, keys])
-        write(grad_key[n, keys], grad.transpose(1, 2), blocks.query[n, rows])
+        _set_product(grad_query[n, queries], grad, blocks.key[n, keys])
+        write(grad_key[n, keys], grad.transpose(1, 2), blocks.query[n, queries])
         if bias is not None:
             grad = grad if blocks.row_bias else grad.sum(dim=0, keepdim=True)
-            grad_bias[blocks.lags(n, rows, keys)] += _diagonal_sums(grad)
+            grad_bias[blocks.lags(n, queries, keys)] += _diagonal_sums(grad)
     grad_query /= blocks.divisor
     gradients = zip((grad_query, grad_key, grad_value), (query, key, value), strict=True)
-    of_bias = None if bias is None else grad_bias.view(bias.shape).to(bias.dtype)
-    return [*(grad.to(x.dtype) for grad, x in gradients), of_bias]
+    grads = [grad.to(x.dtype) for grad, x in gradients]
+    return [*grads, None if bias is None else grad_bias.view(bias.shape).to(bias.dtype)]
 
 
 def _formula(
@@ -242,8 +241,8 @@ def _formula(
         with torch.no_grad():
             blocks = _Blocks(query, key, value, bias, mask, start, function, causal, offset, dropout, seed, keep)
             factors = torch.zeros_like(weights)
-            for n, rows, keys in blocks:
-                factors[n, rows, keys] = blocks.dropped(weights[n, rows, keys])
+            for n, queries, keys in blocks:
+                factors[n, queries, keys] = blocks.dropped(weights[n, queries, keys])
         weights = weights * factors
     return weights.to(value.dtype) @ value, None
 

@@ -16,17 +16,15 @@ def step(
     """Return `reference.attend` for one query `[B, 1, Z]` in `column` `[B]` of the keys, None = the last."""
     keys = key.shape[1]
     dtype = upcast_dtype(query, value)
-    # The product with the value dominates: it uses its dtype, unless it is slow (float16 on CPU).
-    slow = value.dtype == torch.float16 and value.device.type == "cpu"
-    value_dtype = dtype if slow else value.dtype
+    value_dtype = product_dtype(value, dtype)
     query, scale = query.to(dtype).mT, 1.0
     if function == "softmax":
         scale = query.shape[1] ** -0.5
     elif column is None and start is None:
         scale = 1.0 / keys
     else:
-        seen: Any = keys if column is None else column + 1
-        query = query / (seen if start is None else (seen + start).clamp(min=1))[:, None, None]
+        visible: Any = keys if column is None else column + 1
+        query = query / (visible if start is None else (visible + start).clamp(min=1))[:, None, None]
     # [B, S, 1]: on CPU, many short rows times a column take half the time of one row times many columns.
     bias = query.new_zeros(()) if bias is None else _select(bias, keys, column)
     scores = torch.baddbmm(bias.to(dtype), key.to(dtype), query, alpha=scale).mT
@@ -41,6 +39,11 @@ def step(
         weights = weights.masked_fill(~keep, 0.0)
     weights = torch.dropout(weights, dropout, train=True) if dropout > 0.0 else weights
     return torch.bmm(weights.to(value_dtype), value.to(value_dtype)).to(value.dtype)
+
+
+def product_dtype(value: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of products with the value, which dominate: its own, unless it is slow (float16 on CPU)."""
+    return dtype if value.dtype == torch.float16 and value.device.type == "cpu" else value.dtype
 
 
 def _select(bias: Tensor, keys: int, column: Tensor | None) -> Tensor:

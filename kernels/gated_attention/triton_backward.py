@@ -36,12 +36,12 @@ def _delta_kernel(
     OUT, GRAD,  # [B, T, width]
     DELTA,  # [B, T]
     tokens, queries, width,
-    grad_row, grad_token,  # strides
+    grad_batch, grad_token,  # strides
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Write the sum over each row of the output times its gradient."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    grad = GRAD + token // queries * grad_row + token % queries * grad_token
+    grad = GRAD + token // queries * grad_batch + token % queries * grad_token
     total = tl.zeros([BLOCK_M], tl.float32)
     for first in range(0, width, BLOCK_V):
         v = first + tl.arange(0, BLOCK_V)
@@ -53,8 +53,8 @@ def _delta_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "width", "chunks", "offset", "center", "first_segment", "first_query", "row_blocks", "key_blocks", "q_row",
-        "q_token", "k_row", "k_token", "v_row", "v_token", "grad_row", "grad_token",
+        "width", "chunks", "offset", "center", "first_segment", "first_query", "query_blocks", "key_blocks", "q_batch",
+        "q_token", "k_batch", "k_token", "v_batch", "v_token", "grad_batch", "grad_token",
     ]
 )  # fmt: skip
 def _scores_kernel(
@@ -68,8 +68,8 @@ def _scores_kernel(
     BOUNDS,  # [segments, 2], start and end of each segment of a varlen batch
     SEED,  # [1]
     queries, keys, width, chunk, chunks, offset, center, threshold, rescale,  # see `GatedCall` and `dropping`
-    q_row, q_token, k_row, k_token, v_row, v_token, grad_row, grad_token,  # strides
-    first_segment, first_query, band, stride, row_blocks, key_blocks,
+    q_batch, q_token, k_batch, k_token, v_batch, v_token, grad_batch, grad_token,  # strides
+    first_segment, first_query, band, stride, query_blocks, key_blocks,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, UNIT: tl.constexpr,
     BLOCK_Z: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -79,11 +79,11 @@ def _scores_kernel(
     Tiles without visible keys are neither written, nor read by other kernels.
     """
     program = tl.program_id(0)
-    local = program // key_blocks // row_blocks
+    local = program // key_blocks // query_blocks
     segment = first_segment + local
-    row, start, n_queries, n_keys = find_segment(segment, BOUNDS, queries, keys, chunk, chunks)
+    batch, start, n_queries, n_keys = find_segment(segment, BOUNDS, queries, keys, chunk, chunks)
     n_queries = tl.minimum(n_queries, first_query + band)
-    first = first_query + program // key_blocks % row_blocks * BLOCK_M
+    first = first_query + program // key_blocks % query_blocks * BLOCK_M
     first_key = program % key_blocks * BLOCK_N
     if (first >= n_queries) | (first_key >= n_keys):
         return
@@ -92,26 +92,26 @@ def _scores_kernel(
             return
     i = first + tl.arange(0, BLOCK_M)
     j = first_key + tl.arange(0, BLOCK_N)
-    live = load_kept(MASK, row * keys + start, j, n_keys)
+    live = load_kept(MASK, batch * keys + start, j, n_keys)
     width, grad_token = width * UNIT, grad_token * UNIT
     q_token, k_token, v_token = q_token * UNIT, k_token * UNIT, v_token * UNIT
     if GRAD is not None:
         grad = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        grad_first = GRAD + row * grad_row * UNIT + start * grad_token
-        v_first = V + row * v_row * UNIT + start * v_token
+        grad_first = GRAD + batch * grad_batch * UNIT + start * grad_token
+        v_first = V + batch * v_batch * UNIT + start * v_token
         for first_column in range(0, width, BLOCK_V):
             v = first_column + tl.arange(0, BLOCK_V)
             grad_output = load_tile(grad_first, i, grad_token, i < n_queries, v, width)
             grad = dot(grad_output, tl.trans(load_tile(v_first, j, v_token, live, v, width)), grad, PRECISION)
-    q_first = Q + row * q_row * UNIT + start * q_token
-    k_first = K + row * k_row * UNIT + start * k_token
+    q_first = Q + batch * q_batch * UNIT + start * q_token
+    k_first = K + batch * k_batch * UNIT + start * k_token
     products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
     scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
     scores, kept = scale_scores(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
     if GRAD is not None:
         grad = drop(grad, SEED, threshold, rescale, segment, i, first_key, BLOCK_M, BLOCK_N)
     if FUNCTION == "softmax":
-        token = row * queries + start + i
+        token = batch * queries + start + i
         lse = tl.load(LSE + token, mask=i < n_queries, other=0.0)
         weights = tl.exp2(scores * LOG2_E - lse[:, None])
         grad = weights * (grad - tl.load(DELTA + token, mask=i < n_queries, other=0.0)[:, None])
@@ -140,7 +140,7 @@ def product_kernel(
     LIVE,  # [segments], number of visible keys
     BOUNDS,  # [segments, 2], start and end of each segment of a varlen batch
     queries, keys, chunk, chunks, offset,
-    x_row, x_token,  # strides
+    x_batch, x_token,  # strides
     first_segment, first_query, band, stride, blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, SCALED: tl.constexpr, ADD: tl.constexpr,
@@ -153,7 +153,7 @@ def product_kernel(
     program = tl.program_id(0)
     local = program // slices // blocks
     segment = first_segment + local
-    row, start, n_queries, n_keys = find_segment(segment, BOUNDS, queries, keys, chunk, chunks)
+    batch, start, n_queries, n_keys = find_segment(segment, BOUNDS, queries, keys, chunk, chunks)
     n_queries = tl.minimum(n_queries, first_query + band)
     block = program // slices % blocks
     if not TRANSPOSED:
@@ -165,22 +165,22 @@ def product_kernel(
     if TRANSPOSED:
         if CAUSAL:
             low = tl.maximum(low, (first - offset) // BLOCK_K * BLOCK_K)
-        rows = n_keys
+        outer_end = n_keys
     else:
         first += first_query
         low = 0
         high = n_keys
         if CAUSAL:
             high = tl.minimum(n_keys, offset + first + BLOCK_M)
-        rows = n_queries
-    if first >= rows:
+        outer_end = n_queries
+    if first >= outer_end:
         return
     outer = first + tl.arange(0, BLOCK_M)
     # Dividing relative to the midpoint of the divisors i + 1 avoids overflow and loss of precision in fp16.
     unit = tl.sqrt(tl.maximum(n_keys, 1).to(tl.float32))
     BY_QUERY: tl.constexpr = SCALED and TRANSPOSED and CAUSAL and FUNCTION != "softmax"
     scores = SCORES + (local.to(tl.int64) * band - first_query) * stride
-    x_first = X + row * x_row + start * x_token
+    x_first = X + batch * x_batch + start * x_token
     output = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first_inner in range(low, high, BLOCK_K):
         inner = first_inner + tl.arange(0, BLOCK_K)
@@ -191,7 +191,7 @@ def product_kernel(
                 x = (x.to(tl.float32) * (unit / (inner + offset + 1).to(tl.float32))[:, None]).to(x.dtype)
         else:
             tile = tl.load(scores + outer.to(tl.int64)[:, None] * stride + inner[None, :])
-            live = load_kept(MASK, row * keys + start, inner, n_keys)
+            live = load_kept(MASK, batch * keys + start, inner, n_keys)
             x = load_tile(x_first, inner, x_token, live, column, COLUMNS)
         output = dot(tile, x, output, PRECISION)
     if BY_QUERY:
@@ -199,10 +199,10 @@ def product_kernel(
     elif SCALED:
         output *= scales(LIVE, segment, outer, offset, n_keys, SIZE, FUNCTION, CAUSAL)[:, None]
     total = keys if TRANSPOSED else queries
-    place = row * total + start + outer
+    place = batch * total + start + outer
     if ADD:
-        output += load_tile(OUT, place, COLUMNS, outer < rows, column, COLUMNS)
-    store_tile(OUT, place, COLUMNS, outer < rows, column, COLUMNS, output)
+        output += load_tile(OUT, place, COLUMNS, outer < outer_end, column, COLUMNS)
+    store_tile(OUT, place, COLUMNS, outer < outer_end, column, COLUMNS, output)
 
 
 @triton.jit(
@@ -372,12 +372,12 @@ def _whole(size: int, block: int) -> int:
 def write_scores(part: Part, grad_output: Tensor | None, lse: Tensor | None, delta: Tensor | None) -> None:
     """Write the weights of a part and, if `grad_output` is given, the gradient of the scores."""
     call, blocks = part.call, part.blocks
-    row_blocks, key_blocks = part.band // blocks.queries, part.stride // blocks.keys
+    query_blocks, key_blocks = part.band // blocks.queries, part.stride // blocks.keys
     numbers, unit = call.numbers(grad_output)
     triton_launch.launch(
-        _scores_kernel, (part.segments * row_blocks * key_blocks,),
+        _scores_kernel, (part.segments * query_blocks * key_blocks,),
         call.query, call.key, call.value, grad_output, lse, delta, part.weights, part.grad_scores,
-        *numbers, part.first_segment, part.first_query, part.band, part.stride, row_blocks, key_blocks,
+        *numbers, part.first_segment, part.first_query, part.band, part.stride, query_blocks, key_blocks,
         num_warps=blocks.warps, num_stages=blocks.stages, **call.constants,
         UNIT=unit, BLOCK_Z=call.block_z, BLOCK_M=blocks.queries, BLOCK_N=blocks.keys,
         BLOCK_V=block_of(call.width, blocks.inner),
@@ -389,16 +389,16 @@ def multiply_scores(
 ) -> None:
     """Multiply the weights of a part, or the gradient of its scores, by `x`; the arguments as for `product_kernel`."""
     call, blocks, columns = part.call, part.blocks, x.shape[2]
-    rows, outer, inner = part.band, blocks.queries, blocks.keys
+    size, outer, inner = part.band, blocks.queries, blocks.keys
     if transposed:
-        rows, outer, inner = call.keys, blocks.keys, blocks.queries
+        size, outer, inner = call.keys, blocks.keys, blocks.queries
     block_columns = block_of(columns, blocks.columns)
-    row_blocks, slices = cdiv(rows, outer), cdiv(columns, block_columns)
+    outer_blocks, slices = cdiv(size, outer), cdiv(columns, block_columns)
     triton_launch.launch(
-        product_kernel, (part.segments * row_blocks * slices,),
+        product_kernel, (part.segments * outer_blocks * slices,),
         scores, x, output, call.mask, call.live, call.bounds,
         *call.sizes, *strides(x, number=2),
-        part.first_segment, part.first_query, part.band, part.stride, row_blocks, slices,
+        part.first_segment, part.first_query, part.band, part.stride, outer_blocks, slices,
         num_warps=blocks.warps, num_stages=blocks.stages, **call.constants,
         COLUMNS=columns, TRANSPOSED=transposed, SCALED=scaled, ADD=add,
         BLOCK_M=outer, BLOCK_K=min(inner, blocks.inner), BLOCK_N=block_columns,

@@ -26,18 +26,18 @@ DENSITY = tl.constexpr(1.0 / (reference.LAPLACE_DEVIATION * math.sqrt(2.0 * math
 
 @triton.jit
 def find_segment(index, BOUNDS, queries, keys, chunk, chunks):
-    """Return the batch row and the first token of a segment, and its numbers of queries and keys."""
+    """Return the batch index and the first token of a segment, and its numbers of queries and keys."""
     if BOUNDS is None:
-        row = index // chunks
+        batch = index // chunks
         start = index % chunks * chunk
         n_queries = tl.minimum(queries - start, chunk)
         n_keys = tl.minimum(keys - start, chunk)
     else:
-        row = index * 0
+        batch = index * 0
         start = tl.load(BOUNDS + 2 * index)
         n_queries = tl.load(BOUNDS + 2 * index + 1) - start
         n_keys = n_queries
-    return row.to(tl.int64), start.to(tl.int64), n_queries, n_keys
+    return batch.to(tl.int64), start.to(tl.int64), n_queries, n_keys
 
 
 @triton.jit
@@ -95,7 +95,8 @@ def elementwise(scores, kept, FUNCTION: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "width", "chunks", "offset", "center", "blocks", "q_row", "q_token", "k_row", "k_token", "v_row", "v_token",
+        "width", "chunks", "offset", "center", "blocks", "q_batch", "q_token", "k_batch", "k_token", "v_batch",
+        "v_token",
     ]
 )  # fmt: skip
 def _forward_kernel(
@@ -108,7 +109,7 @@ def _forward_kernel(
     BOUNDS,  # [segments, 2], start and end of each segment of a varlen batch
     SEED,  # [1]
     queries, keys, width, chunk, chunks, offset, center, threshold, rescale,  # see `GatedCall` and `dropping`
-    q_row, q_token, k_row, k_token, v_row, v_token,  # strides
+    q_batch, q_token, k_batch, k_token, v_batch, v_token,  # strides
     blocks, slices,
     FUNCTION: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
     SIZE: tl.constexpr, UNIT: tl.constexpr, RESIDENT: tl.constexpr,
@@ -124,20 +125,20 @@ def _forward_kernel(
     block = program // slices % blocks
     if not RESIDENT:
         block = blocks - 1 - block  # schedule the longest blocks of causal attention first
-    row, start, n_queries, n_keys = find_segment(segment, BOUNDS, queries, keys, chunk, chunks)
+    batch, start, n_queries, n_keys = find_segment(segment, BOUNDS, queries, keys, chunk, chunks)
     if block * BLOCK_M >= n_queries:
         return
     i = block * BLOCK_M + tl.arange(0, BLOCK_M)
     width, q_token, k_token, v_token = width * UNIT, q_token * UNIT, k_token * UNIT, v_token * UNIT
-    q_first = Q + row * q_row * UNIT + start * q_token
-    k_first = K + row * k_row * UNIT + start * k_token
+    q_first = Q + batch * q_batch * UNIT + start * q_token
+    k_first = K + batch * k_batch * UNIT + start * k_token
     if RESIDENT:
         j = tl.arange(0, BLOCK_N)
-        live = load_kept(MASK, row * keys + start, j, n_keys)
+        live = load_kept(MASK, batch * keys + start, j, n_keys)
         products = multiply(None, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
         scale = scales(LIVE, segment, i, offset, n_keys, SIZE, FUNCTION, CAUSAL)
         scores, kept = scale_scores(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
-        token = row * queries + start + i
+        token = batch * queries + start + i
         if FUNCTION == "softmax":
             scores = tl.where(kept, scores * LOG2_E, float("-inf"))
             largest = tl.max(scores, axis=1)
@@ -154,7 +155,7 @@ def _forward_kernel(
         weights = weights.to(V.dtype.element_ty)
         for first in range(program % slices * BLOCK_V, width, slices * BLOCK_V):
             v = first + tl.arange(0, BLOCK_V)
-            values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, width)
+            values = load_tile(V + batch * v_batch * UNIT + start * v_token, j, v_token, live, v, width)
             output = dot(weights, values, tl.zeros([BLOCK_M, BLOCK_V], tl.float32), PRECISION)
             store_tile(OUT, token, width, i < n_queries, v, width, output)
     else:
@@ -166,12 +167,12 @@ def _forward_kernel(
         output = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
         largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
-        seen = n_keys
+        visible = n_keys
         if CAUSAL:
-            seen = tl.minimum(n_keys, offset + (block + 1) * BLOCK_M)
-        for first in range(0, seen, BLOCK_N):
+            visible = tl.minimum(n_keys, offset + (block + 1) * BLOCK_M)
+        for first in range(0, visible, BLOCK_N):
             j = first + tl.arange(0, BLOCK_N)
-            live = load_kept(MASK, row * keys + start, j, n_keys)
+            live = load_kept(MASK, batch * keys + start, j, n_keys)
             products = multiply(q, q_first, i, q_token, n_queries, k_first, j, k_token, live, SIZE, BLOCK_Z, PRECISION)
             scores, kept = scale_scores(products, scale, BIAS, center, i, j, live, n_queries, offset, CAUSAL)
             if FUNCTION == "softmax":
@@ -183,9 +184,9 @@ def _forward_kernel(
             else:
                 weights = elementwise(scores, kept, FUNCTION)
             weights = drop(weights, SEED, threshold, rescale, segment, i, first, BLOCK_M, BLOCK_N)
-            values = load_tile(V + row * v_row * UNIT + start * v_token, j, v_token, live, v, width)
+            values = load_tile(V + batch * v_batch * UNIT + start * v_token, j, v_token, live, v, width)
             output = dot(weights.to(values.dtype), values, output, PRECISION)
-        token = row * queries + start + i
+        token = batch * queries + start + i
         if FUNCTION == "softmax":
             total = tl.where(total > 0.0, total, 1.0)
             output = output / total[:, None]
@@ -258,17 +259,17 @@ class GatedCall:
 def _count_live(mask: Tensor, bounds: Tensor | None, chunk: int, segments: int) -> Tensor:
     """Return the number of unmasked keys of every segment."""
     if bounds is not None:
-        seen = torch.nn.functional.pad(mask[0].cumsum(0, dtype=torch.int32), (1, 0))
-        return (seen[bounds[:, 1]] - seen[bounds[:, 0]]).contiguous()
+        live_before = torch.nn.functional.pad(mask[0].cumsum(0, dtype=torch.int32), (1, 0))
+        return (live_before[bounds[:, 1]] - live_before[bounds[:, 0]]).contiguous()
     batch, keys = mask.shape
     padded = torch.nn.functional.pad(mask, (0, segments // max(batch, 1) * chunk - keys))
     return padded.view(segments, chunk).sum(dim=1, dtype=torch.int32)
 
 
 class ForwardTiles(NamedTuple):
-    """A configuration: tiles of the forward kernel (rows of queries, keys, columns of the value), and its options."""
+    """A configuration: tiles of the forward kernel (queries, keys, columns of the value), and its options."""
 
-    rows: int
+    queries: int
     keys: int
     columns: int
     warps: int
@@ -279,43 +280,43 @@ def _configurations(call: GatedCall) -> list[ForwardTiles]:
     """Return candidate configurations that spill few registers and fit the shared memory, with the default first."""
     target = triton_launch.target(call.query.device)
     hopper = target.large
-    size, rows, columns = call.constants["SIZE"], block_of(call.queries, 64), block_of(call.width, 128)
+    size, queries, columns = call.constants["SIZE"], block_of(call.queries, 64), block_of(call.width, 128)
     if not call.narrow:
         if size > 128 and target.shared_memory < 128 * 1024:
-            rows = min(rows, 32)
-        return [ForwardTiles(rows, block_of(call.keys, 32 if hopper else 16), min(columns, 64), 8, 2)]
-    if rows < 64:
-        # Few rows cannot saturate the tensor cores; narrow slices of the value occupy more multiprocessors.
-        return [ForwardTiles(rows, block_of(call.keys, 64), min(columns, 64), 4, 3 if hopper else 2)]
+            queries = min(queries, 32)
+        return [ForwardTiles(queries, block_of(call.keys, 32 if hopper else 16), min(columns, 64), 8, 2)]
+    if queries < 64:
+        # Few queries cannot saturate the tensor cores; narrow slices of the value occupy more multiprocessors.
+        return [ForwardTiles(queries, block_of(call.keys, 64), min(columns, 64), 4, 3 if hopper else 2)]
     # Random numbers need registers.
     if call.keys <= (256 if hopper and call.seed is None else 128):
         warps = 4 if call.keys <= 128 and call.seed is None else 8
-        default = ForwardTiles(rows, block_of(call.keys, 256), columns, warps, 2)
-        found = [default, default._replace(columns=min(columns, 64)), default._replace(stages=3)]
+        default = ForwardTiles(queries, block_of(call.keys, 256), columns, warps, 2)
+        candidates = [default, default._replace(columns=min(columns, 64)), default._replace(stages=3)]
         # On an H200, 3 stages need 0.9 of the time of 2 stages if a program iterates over slices of the value.
         faster = hopper and warps == 4 and call.keys > 64 and size <= 128 and call.width > columns
-        return found[::-1] if faster else found
-    rows = block_of(call.queries, 128 if size <= 128 or target.shared_memory >= 128 * 1024 else 64)
+        return candidates[::-1] if faster else candidates
+    queries = block_of(call.queries, 128 if size <= 128 or target.shared_memory >= 128 * 1024 else 64)
     if not hopper:
-        return [ForwardTiles(rows, 32, columns, 8, 2)]
+        return [ForwardTiles(queries, 32, columns, 8, 2)]
     heavy = call.function == "softmax" or size > 128 or call.seed is not None
     keys, stages = (32, 3) if heavy else (64, 2)
-    default = ForwardTiles(rows, keys, block_of(call.width, 256), 8, stages)
-    return [default, ForwardTiles(rows, 64, columns, 8, 2), ForwardTiles(rows, 32, columns, 8, 3)]
+    default = ForwardTiles(queries, keys, block_of(call.width, 256), 8, stages)
+    return [default, ForwardTiles(queries, 64, columns, 8, 2), ForwardTiles(queries, 32, columns, 8, 3)]
 
 
 def attend(call: GatedCall) -> tuple[Tensor, Tensor]:
     """Return the output `[B, T, V]` and, for softmax, log2 of its denominators, `[B, T]` float32."""
-    rows = call.query.shape[:2]
+    batch, length = call.query.shape[:2]
 
     def run(tiles: ForwardTiles) -> tuple[Tensor, Tensor]:
-        output = call.value.new_empty(*rows, call.width)
-        lse = call.query.new_empty(rows if call.function == "softmax" else 0, dtype=torch.float32)
+        output = call.value.new_empty(batch, length, call.width)
+        lse = call.query.new_empty((batch, length) if call.function == "softmax" else 0, dtype=torch.float32)
         resident = call.keys <= tiles.keys
-        blocks, slices = cdiv(call.queries, tiles.rows), cdiv(call.width, tiles.columns)
+        blocks, slices = cdiv(call.queries, tiles.queries), cdiv(call.width, tiles.columns)
         if resident:
             # A program processes several slices if every multiprocessor is still occupied.
-            processors = triton_launch.processors(call.query.device, rows[0])
+            processors = triton_launch.processors(call.query.device, batch)
             enough = cdiv(2 * processors, max(1, call.segments * blocks))
             slices = max(1, min(slices, enough))
         numbers, unit = call.numbers()
@@ -323,7 +324,7 @@ def attend(call: GatedCall) -> tuple[Tensor, Tensor]:
             _forward_kernel, (call.segments * blocks * slices,),
             call.query, call.key, call.value, output, lse, *numbers, blocks, slices,
             num_warps=tiles.warps, num_stages=tiles.stages, **call.constants, UNIT=unit, RESIDENT=resident,
-            BLOCK_Z=call.block_z, BLOCK_M=tiles.rows, BLOCK_N=tiles.keys, BLOCK_V=tiles.columns,
+            BLOCK_Z=call.block_z, BLOCK_M=tiles.queries, BLOCK_N=tiles.keys, BLOCK_V=tiles.columns,
         )  # fmt: skip
         return output, lse
 

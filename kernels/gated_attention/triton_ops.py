@@ -60,8 +60,8 @@ def _flops(
 ) -> tuple[int, int]:
     if bounds is None:
         keys = key.shape[1]
-        of_row = query.shape[1] * keys if chunk >= keys else keys // chunk * chunk**2 + (keys % chunk) ** 2
-        pairs = len(query) * of_row
+        pairs = query.shape[1] * keys if chunk >= keys else keys // chunk * chunk**2 + (keys % chunk) ** 2
+        pairs *= len(query)
     elif bounds.is_meta or type(bounds) is not Tensor:  # without values, such as fake tensors: the longest sequences
         pairs = query.shape[1] * min(chunk, key.shape[1])
     else:

@@ -35,7 +35,7 @@ def _unsupported(query: Tensor, **_: object) -> str | None:
 
 
 def _pack_in_rows(run: Callable[..., Any]) -> Callable[..., Any]:
-    return in_rows(run, "key", "value", of_tokens=False)
+    return in_rows(run, "key", "value", unpads=False)
 
 
 def _unpack_in_rows(run: Callable[..., Any]) -> Callable[..., Any]:

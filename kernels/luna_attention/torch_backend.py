@@ -30,8 +30,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale
         return operator(query, key, value, mask, scale)[0]
     if not torch.is_grad_enabled():
         return flash(query, key, value, mask, scale)[0]
-    output: Tensor = _Flash.apply(query, key, value, mask, scale)  # type: ignore[no-untyped-call]
-    return output
+    return _Flash.apply(query, key, value, mask, scale)  # type: ignore[no-untyped-call]
 
 
 def _in_steps(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:

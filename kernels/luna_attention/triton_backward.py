@@ -23,7 +23,7 @@ def _query_kernel(
     LSE, DELTA,  # [B, heads, T]
     DQ,  # [splits, B, T, heads, HEAD_SIZE]
     queries, keys, heads, blocks, split_rows, scale, threshold, rescale,  # blocks per head, rows per split, `dropping`
-    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,  # strides
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,  # strides
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     QUERY_VARLEN: tl.constexpr, KEY_VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -40,27 +40,27 @@ def _query_kernel(
         return
     t, column = begin_query + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     valid = t < count
-    q = load_tile(Q + batch * q_batch + first * q_row + head * q_head, t, q_row, valid, column, HEAD_SIZE)
-    o_row = heads * HEAD_SIZE
+    q = load_tile(Q + batch * q_batch + first * q_token + head * q_head, t, q_token, valid, column, HEAD_SIZE)
+    o_token = heads * HEAD_SIZE
     at = ((batch * queries + first) * heads + head) * HEAD_SIZE
-    do = load_tile(DO + at, t, o_row, valid, column, HEAD_SIZE)
-    o = load_tile(OUT + at, t, o_row, valid, column, HEAD_SIZE)
+    do = load_tile(DO + at, t, o_token, valid, column, HEAD_SIZE)
+    o = load_tile(OUT + at, t, o_token, valid, column, HEAD_SIZE)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     at_log = (batch * heads + head) * queries + first
     if split == 0:
         tl.store(DELTA + at_log + t, delta, mask=valid)
     lse = tl.load(LSE + at_log + t, mask=valid, other=float("inf"))
-    K += key_batch * k_batch + first_key * k_row + head * k_head
+    K += key_batch * k_batch + first_key * k_token + head * k_head
     if V is not None:
-        V += key_batch * v_batch + first_key * v_row + head * v_head
+        V += key_batch * v_batch + first_key * v_token + head * v_head
 
     dq = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
     begin, end = share(key_count, BLOCK_M)
     for start in range(begin, end, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         kept = load_kept(MASK, key_batch * keys + first_key, m, key_count)
-        k = load_tile(K, m, k_row, kept, column, HEAD_SIZE)
-        v = k if V is None else load_tile(V, m, v_row, kept, column, HEAD_SIZE)
+        k = load_tile(K, m, k_token, kept, column, HEAD_SIZE)
+        v = k if V is None else load_tile(V, m, v_token, kept, column, HEAD_SIZE)
         s = dot(q, tl.trans(k), None, PRECISION) * (scale * LOG2_E)
         p = tl.where(kept[None, :], tl.exp2(s - lse[:, None]), 0.0)
         dp = dot(do, tl.trans(v), None, PRECISION)
@@ -69,7 +69,7 @@ def _query_kernel(
         # Scaled before rounding, because float16 overflows at 65504.
         ds = (p * (dp - delta[:, None]) * scale).to(k.dtype)
         dq = dot(ds, k, dq, PRECISION)
-    store_tile(DQ + split * split_rows * HEAD_SIZE + at, t, o_row, valid, column, HEAD_SIZE, dq)
+    store_tile(DQ + split * split_rows * HEAD_SIZE + at, t, o_token, valid, column, HEAD_SIZE, dq)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -82,7 +82,7 @@ def _key_kernel(
     LSE, DELTA,  # [B, heads, T]
     DK, DV,  # [splits, B, M, heads, HEAD_SIZE]
     queries, keys, heads, blocks, split_rows, scale, threshold, rescale,  # blocks per head, rows per split, `dropping`
-    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head,  # strides
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head,  # strides
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     QUERY_VARLEN: tl.constexpr, KEY_VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -99,13 +99,15 @@ def _key_kernel(
         return
     m, column = begin_key + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     kept = load_kept(MASK, key_batch * keys + first_key, m, key_count)
-    k = load_tile(K + key_batch * k_batch + first_key * k_row + head * k_head, m, k_row, kept, column, HEAD_SIZE)
+    k = load_tile(K + key_batch * k_batch + first_key * k_token + head * k_head, m, k_token, kept, column, HEAD_SIZE)
     if V is None:
         v = k
     else:
-        v = load_tile(V + key_batch * v_batch + first_key * v_row + head * v_head, m, v_row, kept, column, HEAD_SIZE)
-    Q += batch * q_batch + first * q_row + head * q_head
-    o_row = heads * HEAD_SIZE
+        v = load_tile(
+            V + key_batch * v_batch + first_key * v_token + head * v_head, m, v_token, kept, column, HEAD_SIZE
+        )
+    Q += batch * q_batch + first * q_token + head * q_head
+    o_token = heads * HEAD_SIZE
     DO += ((batch * queries + first) * heads + head) * HEAD_SIZE
     LSE += (batch * heads + head) * queries + first
     DELTA += (batch * heads + head) * queries + first
@@ -116,8 +118,8 @@ def _key_kernel(
     for start in range(begin, end, BLOCK_Q):
         t = start + tl.arange(0, BLOCK_Q)
         valid = t < count
-        q = load_tile(Q, t, q_row, valid, column, HEAD_SIZE)
-        do = load_tile(DO, t, o_row, valid, column, HEAD_SIZE)
+        q = load_tile(Q, t, q_token, valid, column, HEAD_SIZE)
+        do = load_tile(DO, t, o_token, valid, column, HEAD_SIZE)
         lse = tl.load(LSE + t, mask=valid, other=float("inf"))
         delta = tl.load(DELTA + t, mask=valid, other=0.0)
         s = dot(k, tl.trans(q), None, PRECISION) * (scale * LOG2_E)
@@ -136,9 +138,9 @@ def _key_kernel(
         dk = dot(ds, q, dk, PRECISION)
 
     at = split * split_rows * HEAD_SIZE + ((key_batch * keys + first_key) * heads + head) * HEAD_SIZE
-    store_tile(DK + at, m, o_row, m < key_count, column, HEAD_SIZE, dk)
+    store_tile(DK + at, m, o_token, m < key_count, column, HEAD_SIZE, dk)
     if V is not None:
-        store_tile(DV + at, m, o_row, m < key_count, column, HEAD_SIZE, dv)
+        store_tile(DV + at, m, o_token, m < key_count, column, HEAD_SIZE, dv)
 
 
 def _query_configurations(call: AttentionCall) -> list[Tiles]:
@@ -183,14 +185,14 @@ def backward(grad_output: Tensor, output: Tensor, log_sum_exp: Tensor, *argument
     def key_gradients(tiles: Tiles) -> tuple[Tensor | None, ...]:
         blocks = cdiv(call.longest_key, tiles.block_m)
         splits = call.splits(call.longest_key, tiles.block_m, call.longest_query, tiles.block_q)
-        of_key, of_value = _partial(key, splits), None if value is None else _partial(key, splits)
-        tensors = grad_output, log_sum_exp, delta, of_key, of_value
+        grad_key, grad_value = _partial(key, splits), None if value is None else _partial(key, splits)
+        tensors = grad_output, log_sum_exp, delta, grad_key, grad_value
         run(_key_kernel, tiles, blocks, splits, key[..., 0].numel(), *tensors)
-        return _summed(of_key, key), None if of_value is None else _summed(of_value, key)
+        return _summed(grad_key, key), None if grad_value is None else _summed(grad_value, key)
 
     # The order matters: the first kernel writes DELTA, which the second reads.
-    of_query = call.choose(_query_kernel, _query_configurations(call), query_gradient)
-    return [of_query, *call.choose(_key_kernel, _key_configurations(call), key_gradients)]
+    grad_query = call.choose(_query_kernel, _query_configurations(call), query_gradient)
+    return [grad_query, *call.choose(_key_kernel, _key_configurations(call), key_gradients)]
 
 
 def _partial(x: Tensor, splits: int) -> Tensor:

@@ -14,21 +14,12 @@ from torch import Tensor
 
 from ..common import triton_choice, triton_launch
 from ..common.triton_launch import block_of, cdiv, contiguous, rows_contiguous, strides
-from ..common.triton_tiles import (
-    LOG2_E,
-    dot,
-    dropping,
-    load_kept,
-    load_tile,
-    rise,
-    store_tile,
-    undropped,
-)
+from ..common.triton_tiles import LOG2_E, dot, dropping, load_kept, load_tile, rise, store_tile, undropped
 
 
 @triton.jit
 def _span(CU_SEQLENS, sequence, length, VARLEN: tl.constexpr):
-    """Return the batch index, first row and number of rows of a sequence; without varlen, all have `length` rows."""
+    """Return the batch index, first token and number of tokens of a sequence; without varlen, `length` tokens."""
     if VARLEN:
         first = tl.load(CU_SEQLENS + sequence).to(tl.int64)
         return sequence * 0, first, (tl.load(CU_SEQLENS + sequence + 1).to(tl.int64) - first).to(tl.int32)
@@ -38,7 +29,7 @@ def _span(CU_SEQLENS, sequence, length, VARLEN: tl.constexpr):
 
 @triton.jit
 def place(CU_SEQLENS, queries, keys, heads, blocks, QUERY_VARLEN: tl.constexpr, KEY_VARLEN: tl.constexpr):
-    """Return this program's weight matrix and head, then batch index, first row and row count of queries and keys."""
+    """Return this program's weight matrix and head, then batch index, first token and length of queries and keys."""
     matrix = tl.program_id(0) // blocks
     sequence = (matrix // heads).to(tl.int64)
     batch, first, count = _span(CU_SEQLENS, sequence, queries, QUERY_VARLEN)
@@ -49,7 +40,7 @@ def place(CU_SEQLENS, queries, keys, heads, blocks, QUERY_VARLEN: tl.constexpr, 
 
 @triton.jit
 def share(count, BLOCK: tl.constexpr):
-    """Return the first row of this split and the end of its rows (exclusive), among `count` rows."""
+    """Return the first token of this split and the end of its tokens (exclusive), among `count` tokens."""
     length = tl.cdiv(tl.cdiv(count, BLOCK), tl.num_programs(1)) * BLOCK
     begin = tl.program_id(1) * length
     return begin, tl.minimum(begin + length, count)
@@ -64,7 +55,7 @@ def _forward_kernel(
     OUT,  # [splits, B, T, heads, HEAD_SIZE], without splits the result
     LSE,  # [splits, B, heads, T], log2-sum-exp
     queries, keys, heads, blocks, split_rows, scale, threshold, rescale,  # blocks per head, rows per split, `dropping`
-    q_batch, q_row, q_head, k_batch, k_row, k_head, v_batch, v_row, v_head, o_batch, o_row, o_head,  # strides
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, o_batch, o_token, o_head,  # strides
     HEAD_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr,
     QUERY_VARLEN: tl.constexpr, KEY_VARLEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -81,10 +72,10 @@ def _forward_kernel(
         return
     t, column = begin_query + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     valid = t < count
-    q = load_tile(Q + batch * q_batch + first * q_row + head * q_head, t, q_row, valid, column, HEAD_SIZE)
-    K += key_batch * k_batch + first_key * k_row + head * k_head
+    q = load_tile(Q + batch * q_batch + first * q_token + head * q_head, t, q_token, valid, column, HEAD_SIZE)
+    K += key_batch * k_batch + first_key * k_token + head * k_head
     if V is not None:
-        V += key_batch * v_batch + first_key * v_row + head * v_head
+        V += key_batch * v_batch + first_key * v_token + head * v_head
 
     largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
@@ -93,7 +84,7 @@ def _forward_kernel(
     for start in range(begin, end, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         kept = load_kept(MASK, key_batch * keys + first_key, m, key_count)
-        k = load_tile(K, m, k_row, kept, column, HEAD_SIZE)
+        k = load_tile(K, m, k_token, kept, column, HEAD_SIZE)
         s = dot(q, tl.trans(k), None, PRECISION) * (scale * LOG2_E)
         s = tl.where(kept[None, :], s, float("-inf"))
         largest, shift, shrink = rise(largest, tl.max(s, 1))
@@ -101,12 +92,12 @@ def _forward_kernel(
         total = total * shrink + tl.sum(p, 1)
         if SEED is not None:
             p = tl.where(undropped(SEED, threshold, matrix, t, start, BLOCK_Q, BLOCK_M), p, 0.0)
-        v = k if V is None else load_tile(V, m, v_row, kept, column, HEAD_SIZE)
+        v = k if V is None else load_tile(V, m, v_token, kept, column, HEAD_SIZE)
         o = dot(p.to(v.dtype), v, o * shrink[:, None], PRECISION)
 
     some = tl.where(total > 0, total, 1.0)
-    OUT += split * split_rows * HEAD_SIZE + batch * o_batch + first * o_row + head * o_head
-    store_tile(OUT, t, o_row, valid, column, HEAD_SIZE, o * (rescale / some)[:, None])
+    OUT += split * split_rows * HEAD_SIZE + batch * o_batch + first * o_token + head * o_head
+    store_tile(OUT, t, o_token, valid, column, HEAD_SIZE, o * (rescale / some)[:, None])
     LSE += split * split_rows + (batch * heads + head) * queries + first
     tl.store(LSE + t, largest + tl.log2(some), mask=valid)
 
@@ -122,13 +113,13 @@ def _merge_kernel(
 
     The grid is (query blocks * B * H,).
     """
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    matrix = (tl.program_id(0) // blocks).to(tl.int64)
     t, column = tl.program_id(0) % blocks * BLOCK_Q + tl.arange(0, BLOCK_Q), tl.arange(0, BLOCK_K)
     valid = t < queries
     largest = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     o = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-    at = row * queries
+    at = matrix * queries
     for _ in range(0, splits):
         lse = tl.load(PARTIAL_LSE + at + t, mask=valid, other=float("-inf"))
         part = load_tile(PARTIAL + at * HEAD_SIZE, t, HEAD_SIZE, valid, column, HEAD_SIZE)
@@ -138,9 +129,9 @@ def _merge_kernel(
         o = o * shrink[:, None] + part * weight[:, None]
         at += split_rows
     some = tl.where(total > 0, total, 1.0)
-    OUT += ((row // heads) * queries * heads + row % heads) * HEAD_SIZE
+    OUT += ((matrix // heads) * queries * heads + matrix % heads) * HEAD_SIZE
     store_tile(OUT, t, heads * HEAD_SIZE, valid, column, HEAD_SIZE, o / some[:, None])
-    tl.store(LSE + row * queries + t, largest + tl.log2(some), mask=valid)
+    tl.store(LSE + matrix * queries + t, largest + tl.log2(some), mask=valid)
 
 
 class Tiles(NamedTuple):
@@ -219,8 +210,8 @@ def _configurations(call: AttentionCall) -> list[Tiles]:
         large = triton_launch.target(call.query.device).large and call.precision == "tf32x3"
         return [Tiles(64, 32, 4, 2) if large else Tiles(32, 32, 4, 2)]
     if small:
-        found = [Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 4, 2)]
-        return found[::-1] if _large_tiles(call) else found
+        candidates = [Tiles(64, 64, 4, 3), Tiles(128, 64, 8, 3), Tiles(64, 128, 4, 2)]
+        return candidates[::-1] if _large_tiles(call) else candidates
     return [Tiles(64, 64, 4, 2), Tiles(128, 64, 8, 2)]
 
 
@@ -243,7 +234,7 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         splits = call.splits(call.longest_query, tiles.block_q, call.longest_key, tiles.block_m)
         output = query.new_empty(query.shape)
         log_sum_exp = query.new_empty((batch, heads, queries), dtype=torch.float32)
-        rows = log_sum_exp.numel()
+        split_rows = log_sum_exp.numel()
         to, to_log, to_strides = output, log_sum_exp, output.stride()[:3]
         if splits > 1:
             to = query.new_empty((splits, batch, heads, queries, head_size), dtype=torch.float32)
@@ -251,14 +242,15 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             to_strides = (to.stride(1), to.stride(3), to.stride(2))
         triton_launch.launch(
             _forward_kernel, (blocks * call.sequences * heads, splits),
-            *call.tensors, to, to_log, *call.numbers(blocks, rows), *to_strides, **tiles.options(), **call.constants,
+            *call.tensors, to, to_log, *call.numbers(blocks, split_rows), *to_strides, **tiles.options(),
+            **call.constants,
         )  # fmt: skip
         if splits > 1:
             block = min(tiles.block_q, 16)
             blocks = cdiv(queries, block)
             triton_launch.launch(
                 _merge_kernel, (blocks * batch * heads,),
-                to, to_log, output, log_sum_exp, queries, heads, blocks, rows, splits,
+                to, to_log, output, log_sum_exp, queries, heads, blocks, split_rows, splits,
                 HEAD_SIZE=head_size, BLOCK_K=call.block_k, BLOCK_Q=block, num_warps=4, num_stages=1,
             )  # fmt: skip
         return output, log_sum_exp

@@ -18,12 +18,7 @@ def _triton(name: str, **call: Any) -> tuple[Tensor, LunaCausalState]:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from . import triton_ops
 
-    run: Any = getattr(triton_ops, name)
-    return run(**call)
-
-
-def _reference_step(inplace: bool, **call: Any) -> tuple[Tensor, LunaCausalState]:
-    return reference.step(**call)
+    return getattr(triton_ops, name)(**call)
 
 
 def _unsupported(query: Tensor, pack_query: Tensor, value: Tensor, **_: object) -> str | None:
@@ -53,7 +48,11 @@ ATTEND = Op(
 )
 STEP = Op(
     "luna_causal_attention_step",
-    {"reference": _reference_step, "torch": torch_backend.step, "triton": partial(_triton, "step")},
+    {
+        "reference": lambda inplace, **call: reference.step(**call),
+        "torch": torch_backend.step,
+        "triton": partial(_triton, "step"),
+    },
     _unsupported,
 )
 
@@ -196,8 +195,8 @@ def _check(
             f"{op}: query {list(query.shape)}, pack_key {list(pack_key.shape)} and key {list(key.shape)} must have the "
             f"same shape, and value {list(value.shape)} must match it except in the last dimension"
         )
-    rows = pack_query.shape[1] if pack_query.dim() == 4 else 0
-    if rows == 0 or list(pack_query.shape) != [batch, rows, heads, size]:
+    packed_rows = pack_query.shape[1] if pack_query.dim() == 4 else 0
+    if packed_rows == 0 or list(pack_query.shape) != [batch, packed_rows, heads, size]:
         raise ValueError(
             f"{op} needs pack_query [{batch}, rows, {heads}, {size}] with 1 row or more, got {list(pack_query.shape)}"
         )
@@ -213,7 +212,7 @@ def _check(
     if state is None:
         return
     key_mean, value_mean, count = state
-    shapes = ((batch, heads, size, rows), (batch, heads, rows, value.shape[-1]), (batch,))
+    shapes = ((batch, heads, size, packed_rows), (batch, heads, packed_rows, value.shape[-1]), (batch,))
     if (key_mean.shape, value_mean.shape, count.shape) != shapes:
         got, needed = (dict(zip(state._fields, map(list, x), strict=True)) for x in ([x.shape for x in state], shapes))
         raise ValueError(f"{op}: a state of shapes {got} does not fit these inputs, which need {needed}")

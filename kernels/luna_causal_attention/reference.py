@@ -57,11 +57,11 @@ def pack_weights(
     return weights
 
 
-def token_count(mask: Tensor | None, query: Tensor, seen: Tensor | None) -> Tensor:
-    """Return the number of kept tokens up to and including each, `[B, T]`, plus `seen` `[B]` earlier ones."""
+def token_count(mask: Tensor | None, query: Tensor, past: Tensor | None) -> Tensor:
+    """Return the number of kept tokens up to and including each, `[B, T]`, plus `past` `[B]`."""
     kept = torch.ones(query.shape[:2], dtype=torch.int64, device=query.device) if mask is None else mask
     count = kept.cumsum(dim=1)
-    return count if seen is None else count + seen[:, None]
+    return count if past is None else count + past[:, None]
 
 
 def attend_with_weights(
@@ -84,9 +84,9 @@ def attend_with_weights(
     key_sum = torch.einsum("bthk,bhtl->bhtkl", key, packed).cumsum(dim=2)
     value_sum = torch.einsum("bhtl,bthv->bhtlv", packed, value).cumsum(dim=2)
     if state is not None:
-        seen = state.count.to(query.dtype)[:, None, None, None, None]
-        key_sum = key_sum + seen * state.key_mean.to(query.dtype)[:, :, None]
-        value_sum = value_sum + seen * state.value_mean.to(query.dtype)[:, :, None]
+        past = state.count.to(query.dtype)[:, None, None, None, None]
+        key_sum = key_sum + past * state.key_mean.to(query.dtype)[:, :, None]
+        value_sum = value_sum + past * state.value_mean.to(query.dtype)[:, :, None]
     # Before the first kept token the sums are 0, and so is the result.
     divisor = count.clamp(min=1).to(query.dtype)[:, None, :, None, None]
     key_mean, value_mean = key_sum / divisor, value_sum / divisor

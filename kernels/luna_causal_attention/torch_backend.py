@@ -1,7 +1,7 @@
 """Causal Luna attention in PyTorch: chunks and prefix sums, recomputed in the backward pass."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +22,7 @@ SHORT = 16  # up to this number of tokens, call overhead dominates
 BLOCK_TOKENS = 2048
 INPUTS = (
     "Tensor query, Tensor pack_key, Tensor key, Tensor value, Tensor pack_query, Tensor count, Tensor? mask, "
-    "Tensor? pack_mask, Tensor? key_mean, Tensor? value_mean, Tensor? seen, str activation, float dropout, Tensor? seed"
+    "Tensor? pack_mask, Tensor? key_mean, Tensor? value_mean, Tensor? past, str activation, float dropout, Tensor? seed"
 )
 DIFFERENTIABLE = ("query", "pack_key", "key", "value", "pack_query", "key_mean", "value_mean")
 GRADIENTS = {0: (), 1: ("query", "value", "value_mean"), 2: ("query", "key", "key_mean")}
@@ -43,12 +43,18 @@ def attend(
     # Evaluated in this order, because comparing a length adds a guard to a compiled program.
     if state is None and mode() < COMPILED and query.shape[1] <= SHORT:
         return _short(*tokens, pack_query, mask, pack_mask, activation, dropout)
-    key_mean, value_mean, seen = (None, None, None) if state is None else state
-    count = reference.token_count(mask, query, seen)
-    seed = host_seed(query, dropout)
-    output, key_mean, value_mean = operator(
-        *tokens, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, activation, dropout, seed
-    )
+    options = (activation, dropout, host_seed(query, dropout))
+    return run_operator(operator, tokens, pack_query, mask, pack_mask, state, *options)
+
+
+def run_operator(
+    run: Callable[..., Any], tokens: Sequence[Tensor], pack_query: Tensor, mask: Tensor | None,
+    pack_mask: Tensor | None, state: LunaCausalState | None, *options: Any,
+) -> tuple[Tensor, LunaCausalState]:  # fmt: skip
+    """Return the output and the state of an operator; `options` are its inputs after the state."""
+    before = (None, None, None) if state is None else state
+    count = reference.token_count(mask, tokens[0], before[2])
+    output, key_mean, value_mean = run(*tokens, pack_query, count, mask, pack_mask, *before, *options)
     return output, LunaCausalState(key_mean, value_mean, count[:, -1].clone())
 
 
@@ -117,8 +123,9 @@ def _short(
         pack_key, key, value = (x.masked_fill(~mask[:, :, None, None], 0.0) for x in (pack_key, key, value))
     if pack_mask is not None:
         pack_query = pack_query.masked_fill(~pack_mask[:, :, None, None], 0.0)
-    rows = (x.to(working).transpose(1, 2).flatten(0, 1) for x in (query, pack_key, key, value, pack_query))
-    query, pack_key, key, value, pack_query = rows
+    query, pack_key, key, value, pack_query = (
+        x.to(working).transpose(1, 2).flatten(0, 1) for x in (query, pack_key, key, value, pack_query)
+    )
     packed = reference.activate(torch.bmm(pack_key, pack_query.mT) * size**-0.5, activation)
     masked = None
     if pack_mask is not None:
@@ -171,7 +178,7 @@ class _Block:
         self, tokens: Sequence[Tensor], pack_query: Tensor, count: Tensor, masks: tuple[Tensor | None, Tensor | None],
         state: Sequence[Tensor | None], activation: str, chunk: int,
     ) -> None:  # fmt: skip
-        (query, pack_key, key, value), (mask, pack_mask), (key_mean, value_mean, seen) = tokens, masks, state
+        (query, pack_key, key, value), (mask, pack_mask), (key_mean, value_mean, past) = tokens, masks, state
         self.batch, _, self.heads, size = query.shape
         self.chunk, self.activation, self.scale = chunk, activation, size**-0.5
         self.dtype = upcast_dtype(query)
@@ -186,8 +193,8 @@ class _Block:
         self.last_rate = self.per_head(rate[:, -1, None, None, None])
         rate = nn.functional.pad(rate, (0, -rate.shape[1] % chunk))
         self.rate = self.per_head(rate).reshape(-1, chunk, 1)
-        self.seen = None if seen is None else self.per_head(seen.to(self.dtype)[:, None, None, None])
-        self.initial_key, self.initial_value = (self.state_sum(mean, self.seen) for mean in (key_mean, value_mean))
+        self.past = None if past is None else self.per_head(past.to(self.dtype)[:, None, None, None])
+        self.initial_key, self.initial_value = (self.state_sum(mean, self.past) for mean in (key_mean, value_mean))
         self.masked = None
         if pack_mask is not None:
             masked = self.per_head(~pack_mask[:, None, None])
@@ -202,7 +209,7 @@ class _Block:
         """Return `[R, C, K]` as `[B, T, H, K]`, including the padding."""
         return x.reshape(self.heads, self.batch, -1, x.shape[2]).permute(1, 2, 0, 3)
 
-    def per_row(self, x: Tensor) -> Tensor:
+    def per_sequence(self, x: Tensor) -> Tensor:
         """Return `[R, C, K]` as `[H B, T, K]`."""
         return x.view(self.pack_query.shape[0], -1, x.shape[2])
 
@@ -211,7 +218,7 @@ class _Block:
         return x.expand(self.heads, *x.shape).flatten(0, 1)
 
     def state_sum(self, mean: Tensor | None, factor: Any) -> Tensor | float:
-        """Return `[B, H, K, L]` as `[H B, 1, K, L]`, times the factor of each row."""
+        """Return `[B, H, K, L]` as `[H B, 1, K, L]`, times the factor of each sequence."""
         return 0.0 if mean is None else mean.transpose(0, 1).flatten(0, 1)[:, None].to(self.dtype) * factor
 
     def state(self, x: Tensor, factor: Any) -> Tensor:
@@ -226,13 +233,13 @@ class _Block:
 
     def after(self, sums: Tensor, last: Tensor | float) -> tuple[Tensor, Tensor]:
         """Return the equivalent of `before` in reversed time."""
-        turn = (self.heads * self.batch, -1)
-        sums, total = self.before(sums.unflatten(0, turn).flip(1).flatten(0, 1), last)
-        return sums.unflatten(0, turn).flip(1).flatten(0, 1), total
+        shape = (self.heads * self.batch, -1)
+        sums, total = self.before(sums.unflatten(0, shape).flip(1).flatten(0, 1), last)
+        return sums.unflatten(0, shape).flip(1).flatten(0, 1), total
 
     def weigh(self, dropout: float, generator: torch.Generator | None) -> None:
         """Compute pack weights, the sums before every chunk, and unpack weights."""
-        scores = torch.bmm(self.per_row(self.pack_key), self.pack_query.mT)
+        scores = torch.bmm(self.per_sequence(self.pack_key), self.pack_query.mT)
         self.pack_scores = scores.view(-1, self.chunk, scores.shape[2])
         packed = reference.activate(self.pack_scores, self.activation)
         if self.masked is not None:
@@ -278,9 +285,9 @@ class _Block:
         if self.masked is not None:
             grad_packed.masked_fill_(self.masked, 0.0)
         grad_packed *= _slope(self.pack_scores, self.activation)
-        grad_packed = self.per_row(grad_packed)
+        grad_packed = self.per_sequence(grad_packed)
         grad_pack_key = torch.bmm(grad_packed, self.pack_query).view(self.pack_key.shape)
-        grad_pack_query = torch.bmm(grad_packed.mT, self.per_row(self.pack_key)) * self.scale
+        grad_pack_query = torch.bmm(grad_packed.mT, self.per_sequence(self.pack_key)) * self.scale
         return grad_query, grad_pack_key, grad_key, grad_value, grad_pack_query, grad_initial_key, grad_initial_value
 
 
@@ -292,8 +299,8 @@ def _lower(x: Tensor) -> Tensor:
 def _prefix_sums(x: Tensor) -> Tensor:
     if x.device.type != "cpu" or mode() in FORMULAS or x.requires_grad:
         return x.cumsum(dim=1)
-    for before, row in pairwise(x.unbind(1)):  # four times as fast as cumsum, whose access is strided here
-        row += before
+    for before, here in pairwise(x.unbind(1)):  # four times as fast as cumsum, whose access is strided here
+        here += before
     return x
 
 
@@ -314,23 +321,23 @@ def _slope(scores: Tensor, activation: str) -> Tensor:
 
 def _blocks(
     query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, count: Tensor, mask: Tensor | None,
-    pack_mask: Tensor | None, key_mean: Tensor | None, value_mean: Tensor | None, seen: Tensor | None, activation: str,
+    pack_mask: Tensor | None, key_mean: Tensor | None, value_mean: Tensor | None, past: Tensor | None, activation: str,
     dropout: float, seed: Tensor | None,
 ) -> Iterator[tuple[slice, _Block]]:  # fmt: skip
     """Yield slices of the heads and their blocks.
 
     The order is fixed, because the random numbers of dropout depend on it.
     """
-    (batch, length, heads, _), device, tokens = query.shape, query.device, (query, pack_key, key, value)
-    size = max(1, BLOCK_TOKENS // (batch * length)) if device.type == "cpu" else heads
+    (batch, length, all_heads, _), device, tokens = query.shape, query.device, (query, pack_key, key, value)
+    size = max(1, BLOCK_TOKENS // (batch * length)) if device.type == "cpu" else all_heads
     generator = None if seed is None else torch.Generator(device).manual_seed(int(seed))
-    for start in range(0, heads, size):
-        some = slice(start, min(start + size, heads))
-        part = [x[:, :, some] for x in (*tokens, pack_query)]
-        state = (*(None if x is None else x[:, some] for x in (key_mean, value_mean)), seen)
+    for start in range(0, all_heads, size):
+        block_heads = slice(start, min(start + size, all_heads))
+        part = [x[:, :, block_heads] for x in (*tokens, pack_query)]
+        state = (*(None if x is None else x[:, block_heads] for x in (key_mean, value_mean)), past)
         block = _Block(part[:4], part[4], count, (mask, pack_mask), state, activation, min(CHUNK, length))
         block.weigh(dropout, generator)
-        yield some, block
+        yield block_heads, block
 
 
 def _forward(
@@ -356,9 +363,9 @@ def formula(
 
 def empty(query: Tensor, value: Tensor, pack_query: Tensor, **_rest: object) -> tuple[Tensor, Tensor, Tensor]:
     """Return empty tensors for the result and the means after the last token."""
-    (batch, _, heads, size), rows, dtype = query.shape, pack_query.shape[1], upcast_dtype(query)
-    key_mean = query.new_empty((batch, heads, size, rows), dtype=dtype)
-    return value.new_empty(value.shape), key_mean, query.new_empty((batch, heads, rows, value.shape[3]), dtype=dtype)
+    (batch, _, heads, size), length, dtype = query.shape, pack_query.shape[1], upcast_dtype(query)
+    key_mean = query.new_empty((batch, heads, size, length), dtype=dtype)
+    return value.new_empty(value.shape), key_mean, query.new_empty((batch, heads, length, value.shape[3]), dtype=dtype)
 
 
 def _backward(
@@ -368,14 +375,16 @@ def _backward(
     length, mask, means = inputs[0].shape[1], inputs[6], inputs[8:10]
     grads: list[Any] = [None if x is None else x.new_empty(x.shape) for x in (*inputs[:5], *means)]
     for heads, block in _blocks(*inputs):
-        of_means = (None if x is None else x[:, heads] for x in (grad_key_mean, grad_value_mean))
-        *of_tokens, of_pack_query, of_key, of_value = block.backward(grad_output[:, :, heads], *of_means)
-        for grad, of_block in zip(grads[:4], of_tokens, strict=True):
-            grad[:, :, heads] = block.tokens(of_block)[:, :length]
-        grads[4][:, :, heads] = block.tokens(of_pack_query)
+        block_means = (None if x is None else x[:, heads] for x in (grad_key_mean, grad_value_mean))
+        *grad_tokens, grad_pack_query, grad_key_sum, grad_value_sum = block.backward(
+            grad_output[:, :, heads], *block_means
+        )
+        for grad, grad_block in zip(grads[:4], grad_tokens, strict=True):
+            grad[:, :, heads] = block.tokens(grad_block)[:, :length]
+        grads[4][:, :, heads] = block.tokens(grad_pack_query)
         if means[0] is not None:
-            grads[5][:, heads] = block.state(of_key, block.seen)
-            grads[6][:, heads] = block.state(of_value, block.seen)
+            grads[5][:, heads] = block.state(grad_key_sum, block.past)
+            grads[6][:, heads] = block.state(grad_value_sum, block.past)
     if mask is not None:
         for grad in grads[1:4]:
             grad.masked_fill_(~mask[:, :, None, None], 0.0)
@@ -384,10 +393,10 @@ def _backward(
 
 def flops(query: Tensor, value: Tensor, pack_query: Tensor, **_rest: object) -> tuple[int, int]:
     """Return the FLOPs of an operator and of its gradient for `[B, T, H, K]`, or one token `[B, H, K]`."""
-    of_key, of_value = (2 * pack_query.shape[1] * x.numel() for x in (query, value))
+    key_flops, value_flops = (2 * pack_query.shape[1] * x.numel() for x in (query, value))
     # Pack scores, sum of keys and unpack scores; sum of values and output. The gradient recomputes all but the output.
-    forward = 3 * of_key + 2 * of_value
-    return forward, 2 * forward + 3 * of_key + of_value
+    forward = 3 * key_flops + 2 * value_flops
+    return forward, 2 * forward + 3 * key_flops + value_flops
 
 
 operator = register(

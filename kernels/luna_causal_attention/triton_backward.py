@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..common.triton_launch import rows_contiguous
 from ..common.triton_tiles import dot, load_kept, load_tile, store_tile
-from .triton_forward import Fused, Scans, choose, per_row, prepare
+from .triton_forward import Fused, Scans, choose, prepare, scaled
 from .triton_weights import (
     activate,
     load_pack_query,
@@ -50,7 +50,7 @@ def _query_kernel(
     sum_k = load_sums(START_K, head * segments + segment, SIZE, L, BK, BL, False)
     sum_v = load_sums(START_V, head * segments + segment, WIDTH, L, BV, BL, True)
     pack_query, used = load_pack_query(PQ + b * pq_b + h * pq_h, PACK_MASK, pq_l, b, SIZE, L, BK, BL)
-    r, column, row = tl.arange(0, C), tl.arange(0, BV), tl.arange(0, BL)
+    r, column, packed_row = tl.arange(0, C), tl.arange(0, BV), tl.arange(0, BL)
     past = r[:, None] >= r[None, :]
     for start in range(segment * S, tl.minimum(segment * S + S, T), C):
         t = start + r
@@ -60,7 +60,7 @@ def _query_kernel(
             t, T, SIZE, ELU, INNER, PRECISION, C, BK, BL,
         )  # fmt: skip
         kept_w = unpack_dropout(w, SEED, threshold, rescale, head, t, C, BL)
-        store_tile(W + head * T * L, t, L, ok, row, L, kept_w)
+        store_tile(W + head * T * L, t, L, ok, packed_row, L, kept_w)
         v = load_tile(V, t, v_t, kept, column, WIDTH)
         do = load_tile(DO + b * do_b + h * do_h, t, do_t, ok, column, WIDTH)
         d_blend = tl.where(past, dot(do, tl.trans(v), None, PRECISION), 0.0)
@@ -68,7 +68,7 @@ def _query_kernel(
         dw = dot(do.to(tl.float32) * rate[:, None], sum_v, dw, PRECISION)
         dw = unpack_dropout(dw, SEED, threshold, rescale, head, t, C, BL)
         du = w * (dw - tl.sum(w * dw, 1)[:, None]) * (rate * scale)[:, None]
-        store_tile(DU + head * T * L, t, L, ok, row, L, du)
+        store_tile(DU + head * T * L, t, L, ok, packed_row, L, du)
         d_similarity = tl.where(past, dot(du.to(INNER), tl.trans(a), None, PRECISION), 0.0)
         k = k.to(INNER)
         dq = dot(d_similarity.to(INNER), k, None, PRECISION)
@@ -113,7 +113,7 @@ def _key_kernel(
     pack_query, used = load_pack_query(PQ + b * pq_b + h * pq_h, PACK_MASK, pq_l, b, SIZE, L, BK, BL)
     if KEYS:
         d_pack_query = tl.zeros([BK, BL], tl.float32)
-    r, n, column, row = tl.arange(0, C), tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BL)
+    r, n, column, packed_row = tl.arange(0, C), tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, BL)
     later = r[None, :] >= r[:, None]
     chunks = tl.cdiv(tl.minimum(S, T - segment * S), C)
     for i in range(0, chunks):
@@ -125,18 +125,18 @@ def _key_kernel(
             x = x.to(tl.float32) * load_rate(COUNT, b, t, ok, T)[:, None]
         x = x.to(INNER)
         y = load_tile(Y + b * y_b + h * y_h, t, y_t, kept, n, N)
-        z = load_tile(Z + b * z_b + h * z_h, t, z_t, ok, row, L)
+        z = load_tile(Z + b * z_b + h * z_h, t, z_t, ok, packed_row, L)
         products = tl.where(later, dot(y.to(INNER), tl.trans(x), None, PRECISION), 0.0)
         da = dot(products.to(INNER), z, None, PRECISION)
         da = dot(y, sums, da, PRECISION)
         if not KEYS:
-            store_tile(DA + head * T * L, t, L, ok, row, L, da)
+            store_tile(DA + head * T * L, t, L, ok, packed_row, L, da)
         pack_key = load_tile(PK + b * pk_b + h * pk_h, t, pk_t, kept, column, SIZE)
         scores = pack_scores(pack_key, pack_query, scale, PRECISION)
         a = tl.where(used[None, :], activate(scores, ELU), 0.0)
         a = pack_dropout(a, SEED, threshold, rescale, head, t, C, BL)
         if KEYS:
-            da += load_tile(DA + head * T * L, t, L, ok, row, L)
+            da += load_tile(DA + head * T * L, t, L, ok, packed_row, L)
             da = pack_dropout(da, SEED, threshold, rescale, head, t, C, BL)
             ds = tl.where(used[None, :], da * slope(scores, ELU) * scale, 0.0).to(INNER)
             d_pack_key = dot(ds, pack_query.to(INNER), None, PRECISION)
@@ -157,31 +157,31 @@ def _fused(
     call: Fused, grad_output: Tensor, *grad_means: Tensor | None
 ) -> tuple[list[Tensor], Sequence[Tensor | None]]:
     grads = [x.new_empty(x.shape) for x in call.tokens[:4]]
-    size = (2, call.batch, call.heads, call.length, call.rows)
+    size = (2, call.batch, call.heads, call.length, call.packed_rows)
     weights, grad_scores = call.query.new_empty(size, dtype=call.kind)
     inputs = (*call.tokens, grad_output)
-    call.launch(_query_kernel, *inputs, *call.options, *call.before(), grads[0], weights, grad_scores, of=inputs)
-    last = tuple(None if grad is None else per_row(grad, call.last_rate()) for grad in grad_means)
+    call.launch(_query_kernel, *inputs, *call.options, *call.before(), grads[0], weights, grad_scores, strided=inputs)
+    last = tuple(None if grad is None else scaled(grad, call.last_rate()) for grad in grad_means)
     grad_scores, weights = grad_scores.transpose(1, 2), weights.transpose(1, 2)
     after = call.sums(call.query, grad_output, grad_scores, weights, last, False)
-    first = (None, None) if call.seen is None else call.empty_sums()
+    first = (None, None) if call.past is None else call.empty_sums()
     grad_packed = torch.empty_like(weights, dtype=torch.float32)
-    of_pack_query = grad_packed.new_empty((call.batch, call.heads, call.segments, call.rows, call.size))
-    outputs = (grad_packed, grads[1], of_pack_query)
+    grad_pack_query = grad_packed.new_empty((call.batch, call.heads, call.segments, call.packed_rows, call.size))
+    outputs = (grad_packed, grads[1], grad_pack_query)
     for keys, x, y, z, sums, grad, end in (
         (False, grad_output, call.value, weights, after[1], grads[3], first[1]),
         (True, call.query, call.key, grad_scores, after[0], grads[2], first[0]),
     ):
-        of = (x, y, call.pack_key, z, call.pack_query)
-        call.launch(_key_kernel, *of, *call.options, sums, grad, *outputs, end, of=of, KEYS=keys)
-    return [*grads, of_pack_query.sum(2).transpose(1, 2).to(call.dtype).contiguous()], first
+        tensors = (x, y, call.pack_key, z, call.pack_query)
+        call.launch(_key_kernel, *tensors, *call.options, sums, grad, *outputs, end, strided=tensors, KEYS=keys)
+    return [*grads, grad_pack_query.sum(2).transpose(1, 2).to(call.dtype).contiguous()], first
 
 
 def _scans(
     call: Scans, grad_output: Tensor, *grad_means: Tensor | None
 ) -> tuple[list[Tensor], Sequence[Tensor | None]]:
     first_key, first_value = call.first()
-    after_key, after_value = (None if x is None else per_row(x, call.last_rate()) for x in grad_means)
+    after_key, after_value = (None if x is None else scaled(x, call.last_rate()) for x in grad_means)
     packed, scores, grad = call.pack(), call.empty(torch.float32), call.empty(torch.float32)
     query, key, value = call.query, call.key, call.value
     call.scan(query, key, packed, scores, first=first_key, scale=call.scale, rate=True)
@@ -189,7 +189,7 @@ def _scans(
     weights, grad_scores = call.weigh(scores), call.weigh(scores, grad)
     grad_query, grad_key, grad_value = (x.new_empty(x.shape) for x in (query, key, value))
     call.scan(grad_scores, packed, key, grad_query, first=_transposed(first_key))
-    options = {"reverse": True, "ends": call.seen is not None}
+    options = {"reverse": True, "ends": call.past is not None}
     end_value = call.scan(packed, weights, grad_output, grad_value, first=after_value, inside=True, **options)
     call.scan(value, grad_output, weights, grad, first=_transposed(after_value), reverse=True, inside=True)
     call.scan(key, query, grad_scores, grad, first=after_key, reverse=True, add=True)
@@ -202,8 +202,9 @@ def _scans(
         grad_key, grad_value = (x.masked_fill_(masked, 0.0) for x in (grad_key, grad_value))
     if call.pack_mask is not None:
         pack_query = pack_query.masked_fill(~call.pack_mask[:, None, :, None], 0.0)
-    of_pack = (x.transpose(1, 2).to(call.dtype).contiguous() for x in (grad @ pack_query, grad.mT @ pack_key))
-    grad_pack_key, grad_pack_query = of_pack
+    grad_pack_key, grad_pack_query = (
+        x.transpose(1, 2).to(call.dtype).contiguous() for x in (grad @ pack_query, grad.mT @ pack_key)
+    )
     return [grad_query, grad_pack_key, grad_key, grad_value, grad_pack_query], (_transposed(end_key), end_value)
 
 
@@ -219,9 +220,9 @@ def backward(
     `arguments` as in `forward`.
     """
     call = prepare(*arguments)
-    of_outputs = *rows_contiguous(grad_output), grad_key_mean, grad_value_mean
+    grad_outputs = *rows_contiguous(grad_output), grad_key_mean, grad_value_mean
     run: Any = _fused if isinstance(call, Fused) else _scans
-    grads, first = choose("backward", call, lambda: run(call, *of_outputs))
+    grads, first = choose("backward", call, lambda: run(call, *grad_outputs))
     for mean, grad in zip(call.means, first, strict=True):
-        grads.append(None if mean is None or call.seen is None else per_row(grad, call.seen).to(mean.dtype))
+        grads.append(None if mean is None or call.past is None else scaled(grad, call.past).to(mean.dtype))
     return grads

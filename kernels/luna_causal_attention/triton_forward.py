@@ -43,16 +43,16 @@ MIN_SEGMENT = 256
 
 @triton.jit(do_not_specialize=["segments"])
 def _prefix_kernel(SUMS, FIRST, segments, N, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
-    """Replace `[R, segments, N]` by the sums before (REVERSE: after) each segment, including `FIRST` `[R, N]`."""
+    """Replace `[heads, segments, N]` by the sums before (REVERSE: after) each segment, with `FIRST` `[heads, N]`."""
     blocks = tl.cdiv(N, BLOCK)
-    row = (tl.program_id(0) // blocks).to(tl.int64)
+    head = (tl.program_id(0) // blocks).to(tl.int64)
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
     if FIRST is not None:
-        total += tl.load(FIRST + row * N + columns, mask=columns < N, other=0.0)
+        total += tl.load(FIRST + head * N + columns, mask=columns < N, other=0.0)
     for i in range(0, segments):
         segment = segments - 1 - i if REVERSE else i
-        at = SUMS + (row * segments + segment) * N + columns
+        at = SUMS + (head * segments + segment) * N + columns
         here = tl.load(at, mask=columns < N, other=0.0)
         tl.store(at, total, mask=columns < N)
         total += here
@@ -78,7 +78,7 @@ def _sums_kernel(
     PACK: x and z are key and value, y = w are the pack weights, and Y is pack_key. Otherwise z is divided by t.
     """
     segments, segment, head, b, h = place(1, T, H, S)
-    key_column, value_column, row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
+    key_column, value_column, packed_row = tl.arange(0, BK), tl.arange(0, BV), tl.arange(0, BL)
     X += b * x_b + h * x_h
     Z += b * z_b + h * z_h
     Y += b * y_b + h * y_h
@@ -101,8 +101,8 @@ def _sums_kernel(
             w = y
         else:
             z = z.to(tl.float32) * load_rate(COUNT, b, t, ok, T)[:, None]
-            y = load_tile(Y, t, y_t, ok, row, L)
-            w = load_tile(W + b * w_b + h * w_h, t, w_t, ok, row, L)
+            y = load_tile(Y, t, y_t, ok, packed_row, L)
+            w = load_tile(W + b * w_b + h * w_h, t, w_t, ok, packed_row, L)
         sum_x = dot(tl.trans(x.to(INNER)), y, sum_x, PRECISION)
         sum_z = dot(tl.trans(z.to(INNER)), w, sum_z, PRECISION)
     number = head * segments + segment
@@ -169,7 +169,7 @@ def _pack_kernel(
 ):  # fmt: skip
     """Compute the pack weights of C tokens or, if the gradients DA of the weights are given, those of the scores."""
     _, chunk, head, b, h = place(1, T, H, C)
-    t, row = chunk * C + tl.arange(0, C), tl.arange(0, BL)
+    t, packed_row = chunk * C + tl.arange(0, C), tl.arange(0, BL)
     kept = load_kept(MASK, b * T, t, T)
     pack_query, used = load_pack_query(PQ + b * pq_b + h * pq_h, PACK_MASK, pq_l, b, SIZE, L, BK, BL)
     pack_key = load_tile(PK + b * pk_b + h * pk_h, t, pk_t, kept, tl.arange(0, BK), SIZE)
@@ -177,9 +177,9 @@ def _pack_kernel(
     if DA is None:
         x = activate(scores, ELU)
     else:
-        x = slope(scores, ELU) * load_tile(DA + head * T * L, t, L, t < T, row, L) * scale
+        x = slope(scores, ELU) * load_tile(DA + head * T * L, t, L, t < T, packed_row, L) * scale
     x = pack_dropout(x, SEED, threshold, rescale, head, t, C, BL)
-    store_tile(A + head * T * L, t, L, t < T, row, L, tl.where(used[None, :], x, 0.0))
+    store_tile(A + head * T * L, t, L, t < T, packed_row, L, tl.where(used[None, :], x, 0.0))
 
 
 @triton.jit
@@ -193,18 +193,18 @@ def _softmax_kernel(
 ):  # fmt: skip
     """Compute the unpack weights of C tokens or, if the gradients DW of the weights are given, those of the scores."""
     _, chunk, head, b, _ = place(1, T, H, C)
-    t, row = chunk * C + tl.arange(0, C), tl.arange(0, BL)
+    t, packed_row = chunk * C + tl.arange(0, C), tl.arange(0, BL)
     ok = t < T
-    used = load_kept(PACK_MASK, b * L, row, L)
-    x = softmax(load_tile(SCORES + head * T * L, t, L, ok, row, L), used)
+    used = load_kept(PACK_MASK, b * L, packed_row, L)
+    x = softmax(load_tile(SCORES + head * T * L, t, L, ok, packed_row, L), used)
     if DW is None:
         x = unpack_dropout(x, SEED, threshold, rescale, head, t, C, BL)
     else:
-        dw = load_tile(DW + head * T * L, t, L, ok, row, L)
+        dw = load_tile(DW + head * T * L, t, L, ok, packed_row, L)
         dw = unpack_dropout(dw, SEED, threshold, rescale, head, t, C, BL)
         rate = load_rate(COUNT, b, t, ok, T) * scale
         x *= (dw - tl.sum(x * dw, 1)[:, None]) * rate[:, None]
-    store_tile(OUT + head * T * L, t, L, ok, row, L, x)
+    store_tile(OUT + head * T * L, t, L, ok, packed_row, L, x)
 
 
 @triton.jit
@@ -272,21 +272,16 @@ class CausalCall:
     def __init__(
         self, query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, count: Tensor,
         mask: Tensor | None, pack_mask: Tensor | None, key_mean: Tensor | None, value_mean: Tensor | None,
-        seen: Tensor | None, activation: str, dropout: float, seed: Tensor | None, precision: str,
+        past: Tensor | None, activation: str, dropout: float, seed: Tensor | None, precision: str,
     ) -> None:  # fmt: skip
         self.tokens = rows_contiguous(query, pack_key, key, value, pack_query)
         self.query, self.pack_key, self.key, self.value, self.pack_query = self.tokens
-        self.count, self.mask, self.pack_mask, self.seen = contiguous(count, mask, pack_mask, seen)
-        self.options = (
-            self.count,
-            self.mask,
-            self.pack_mask,
-            seed,
-        )  # the arguments of the kernels from `COUNT` to `SEED`
+        self.count, self.mask, self.pack_mask, self.past = contiguous(count, mask, pack_mask, past)
+        self.options = self.count, self.mask, self.pack_mask, seed  # arguments of the kernels from `COUNT` to `SEED`
         self.means: tuple[Any, Any] = (key_mean, value_mean)
         self.seed, self.dropping = seed, dropping(dropout)
         self.batch, self.length, self.heads, self.size = query.shape
-        self.rows, self.width, self.scale = pack_query.shape[1], value.shape[3], self.size**-0.5
+        self.packed_rows, self.width, self.scale = pack_query.shape[1], value.shape[3], self.size**-0.5
         self.device, self.dtype, self.hopper = query.device, query.dtype, triton_launch.target(query.device).large
         self.kind = torch.bfloat16 if self.dtype == torch.bfloat16 else torch.float32
         self.inner = tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32
@@ -296,14 +291,14 @@ class CausalCall:
     def first(self) -> tuple[Tensor | None, Tensor | None]:
         """Return both sums before the first token."""
         key_mean, value_mean = self.means
-        return (None, None) if self.seen is None else (per_row(key_mean, self.seen), per_row(value_mean, self.seen))
+        return (None, None) if self.past is None else (scaled(key_mean, self.past), scaled(value_mean, self.past))
 
     def last_rate(self) -> Tensor:
         """Return 1 / t of the last token, `[B]`."""
         return self.count[:, -1].clamp(min=1).float().reciprocal()
 
 
-def per_row(x: Tensor, factor: Tensor) -> Tensor:
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
     """Return `[B, H, ...]` times `[B]`, in float32."""
     return (x.float() * factor[:, None, None, None]).contiguous()
 
@@ -322,9 +317,9 @@ class Fused(CausalCall):
         self.segment = segment_length(self.batch, self.heads, self.length, chunk, self.device)
         self.segments = cdiv(self.length, self.segment)
         self.constants = {
-            "SIZE": self.size, "WIDTH": self.width, "L": self.rows, "ELU": self.elu, "INNER": self.inner,
+            "SIZE": self.size, "WIDTH": self.width, "L": self.packed_rows, "ELU": self.elu, "INNER": self.inner,
             "PRECISION": self.precision, "C": chunk,
-            "BK": block_of(self.size), "BV": block_of(self.width), "BL": block_of(self.rows),
+            "BK": block_of(self.size), "BV": block_of(self.width), "BL": block_of(self.packed_rows),
             "num_warps": warps, "num_stages": 1,
         }  # fmt: skip
 
@@ -332,7 +327,7 @@ class Fused(CausalCall):
         """Return the candidate configurations. The first keeps the kernels in registers."""
         if self.dtype == torch.float32:
             return [FusedTiles(16, 8), FusedTiles(16, 4)]
-        tile = block_of(max(self.size, self.width)) * block_of(self.rows)
+        tile = block_of(max(self.size, self.width)) * block_of(self.packed_rows)
         if tile <= 64 * 32 and (self.hopper or self.dtype == torch.bfloat16):
             # Not (64, 4): `ptxas` 12.8 of Triton 3.6 and 3.7 compiles `_sums_kernel` incorrectly.
             return [FusedTiles(32, 4), FusedTiles(64 if self.hopper and self.dtype == torch.bfloat16 else 32, 8)]
@@ -341,17 +336,17 @@ class Fused(CausalCall):
         few, many = FusedTiles(16, 4), FusedTiles(16, 8)
         return [few, many] if tile <= 64 * 64 else [many, few]
 
-    def launch(self, kernel: Any, *tensors: Tensor | None, of: tuple[Tensor, ...], **constants: Any) -> None:
-        """Launch a kernel over all segments, with the strides of the tensors `of`."""
-        numbers = (self.scale, *self.dropping, *strides(*of, number=3), self.length, self.heads, self.segment)
+    def launch(self, kernel: Any, *tensors: Tensor | None, strided: tuple[Tensor, ...], **constants: Any) -> None:
+        """Launch a kernel over all segments, with the strides of the tensors `strided`."""
+        numbers = (self.scale, *self.dropping, *strides(*strided, number=3), self.length, self.heads, self.segment)
         triton_launch.launch(
             kernel, (self.batch * self.heads * self.segments,), *tensors, *numbers, **self.constants, **constants
         )
 
     def empty_sums(self, *leading: int) -> tuple[Tensor, Tensor]:
         leading = (self.batch, self.heads, *leading)
-        key_sums = self.query.new_empty((*leading, self.size, self.rows), dtype=torch.float32)
-        return key_sums, key_sums.new_empty((*leading, self.rows, self.width))
+        key_sums = self.query.new_empty((*leading, self.size, self.packed_rows), dtype=torch.float32)
+        return key_sums, key_sums.new_empty((*leading, self.packed_rows, self.width))
 
     def sums(
         self, x: Tensor, z: Tensor, y: Tensor, w: Tensor, first: Sequence[Tensor | None], pack: bool
@@ -359,8 +354,8 @@ class Fused(CausalCall):
         """Return the sums before (`pack`) or after each segment; `first` contains the sums before or after all."""
         if self.segments == 1:
             return first
-        sums, of = self.empty_sums(self.segments), (x, z, y, w, self.pack_query)
-        self.launch(_sums_kernel, *of, *self.options, *sums, of=of, PACK=pack)
+        sums, inputs = self.empty_sums(self.segments), (x, z, y, w, self.pack_query)
+        self.launch(_sums_kernel, *inputs, *self.options, *sums, strided=inputs, PACK=pack)
         return tuple(prefix_sums(s, f, reverse=not pack) for s, f in zip(sums, first, strict=True))
 
     def before(self) -> Sequence[Tensor | None]:
@@ -369,7 +364,7 @@ class Fused(CausalCall):
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         output, end = self.value.new_empty(self.value.shape), self.empty_sums()
-        self.launch(_forward_kernel, *self.tokens, *self.options, *self.before(), output, *end, of=self.tokens)
+        self.launch(_forward_kernel, *self.tokens, *self.options, *self.before(), output, *end, strided=self.tokens)
         return output, *end
 
 
@@ -389,7 +384,7 @@ class Scans(CausalCall):
 
     def empty(self, dtype: torch.dtype) -> Tensor:
         """Return an empty `[B, T, H, L]`, stored as `[B, H, T, L]`."""
-        size = (self.batch, self.heads, self.length, self.rows)
+        size = (self.batch, self.heads, self.length, self.packed_rows)
         return torch.empty(size, dtype=dtype, device=self.device).transpose(1, 2)
 
     def pack(self, grad: Tensor | None = None) -> Tensor:
@@ -397,21 +392,22 @@ class Scans(CausalCall):
         constants = {"SIZE": self.size, "ELU": self.elu, "PRECISION": self.precision, "BK": block_of(self.size)}
         inputs, chunk = (self.pack_key, self.pack_query), 16 if self.dtype == torch.float32 else 64
         options = (self.mask, self.pack_mask, self.seed)
-        return self._run(_pack_kernel, chunk, 8, *inputs, *options, grad, of=inputs, **constants)
+        return self._run(_pack_kernel, chunk, 8, *inputs, *options, grad, strided=inputs, **constants)
 
     def weigh(self, scores: Tensor, grad: Tensor | None = None) -> Tensor:
         """Return the unpack weights of scores, or the gradients of the scores."""
         return self._run(_softmax_kernel, 16, 4, scores, self.count, self.pack_mask, self.seed, grad)
 
     def _run(
-        self, kernel: Any, chunk: int, warps: int, *tensors: Tensor | None, of: Sequence[Tensor] = (), **constants: Any
-    ) -> Tensor:
-        """Launch a kernel over chunks of tokens, with the strides of the tensors `of`; return its output."""
-        output, numbers = self.empty(self.kind), (self.scale, *self.dropping, *strides(*of, number=3))
+        self, kernel: Any, chunk: int, warps: int, *tensors: Tensor | None, strided: Sequence[Tensor] = (),
+        **constants: Any,
+    ) -> Tensor:  # fmt: skip
+        """Launch a kernel over chunks of tokens, with the strides of the tensors `strided`; return its output."""
+        output, numbers = self.empty(self.kind), (self.scale, *self.dropping, *strides(*strided, number=3))
         triton_launch.launch(
             kernel, (self.batch * self.heads * cdiv(self.length, chunk),),
             *tensors, output, *numbers, self.length, self.heads,
-            L=self.rows, C=chunk, BL=block_of(self.rows), num_warps=warps, num_stages=1, **constants,
+            L=self.packed_rows, C=chunk, BL=block_of(self.packed_rows), num_warps=warps, num_stages=1, **constants,
         )  # fmt: skip
         return output
 
@@ -458,11 +454,11 @@ class Scans(CausalCall):
         if self.dtype == torch.float32:
             return [ScanTiles(16, 32, 8), ScanTiles(16, 32, 4)]
         default = ScanTiles(64 if self.hopper else 32, 64, 8)
-        found = [default, default._replace(columns=32), default._replace(warps=4)]
+        candidates = [default, default._replace(columns=32), default._replace(warps=4)]
         # On an H200, 4 warps need 0.7 of the time of 8 warps for this shape, although they spill more registers.
-        tiles = block_of(max(self.size, self.width)), block_of(self.rows)
+        tiles = block_of(max(self.size, self.width)), block_of(self.packed_rows)
         faster = self.hopper and self.dtype == torch.bfloat16 and tiles == (64, 128)
-        return found[::-1] if faster else found
+        return candidates[::-1] if faster else candidates
 
     def forward(self) -> tuple[Tensor, Tensor, Tensor]:
         packed, scores, output = self.pack(), self.empty(torch.float32), self.value.new_empty(self.value.shape)
@@ -471,7 +467,7 @@ class Scans(CausalCall):
         key_sum = self.scan(self.query, self.key, packed, scores, first=first_key, scale=self.scale, **options)
         value_sum = self.scan(self.weigh(scores), packed, self.value, output, first=first_value, **options)
         assert key_sum is not None and value_sum is not None  # of `ends`
-        return output, per_row(key_sum, self.last_rate()), per_row(value_sum, self.last_rate())
+        return output, scaled(key_sum, self.last_rate()), scaled(value_sum, self.last_rate())
 
 
 def segment_length(batch: int, heads: int, length: int, chunk: int, device: torch.device) -> int:
@@ -515,7 +511,13 @@ def choose(direction: str, call: Fused | Scans, run: Callable[[], tuple[Any, ...
 
     kernel = _forward_kernel if isinstance(call, Fused) else _scan_kernel
     heads = f"heads of {block_of(call.size)} and {block_of(call.width)}"
-    kind = [direction, call.dtype, heads, f"l {block_of(call.rows)}", call.dtype == torch.float32 and call.precision]
+    kind = [
+        direction,
+        call.dtype,
+        heads,
+        f"l {block_of(call.packed_rows)}",
+        call.dtype == torch.float32 and call.precision,
+    ]
     kind += [call.seed is not None and "dropout"]
     sizes = {"heads": call.batch * call.heads, "length": call.length}
     return triton_choice.choose(kernel, kind, sizes, call.configurations(), configured, call.device)

@@ -9,13 +9,7 @@ from torch import Tensor
 from .. import _dispatch
 from .._custom_operator import no_second_derivative, register
 from ..common.triton_launch import random_seed
-from . import (
-    reference,
-    torch_backend,
-    triton_backward,
-    triton_forward,
-    triton_step,
-)
+from . import torch_backend, triton_backward, triton_forward, triton_step
 from .reference import LunaCausalState
 
 INPUTS = f"{torch_backend.INPUTS}, str precision"
@@ -27,16 +21,12 @@ def attend(
 ) -> tuple[Tensor, LunaCausalState]:  # fmt: skip
     """Return `reference.attend`."""
     if query.shape[1] == 1:
-        tokens = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
-        output, state = step(*tokens, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
+        one = (query[:, 0], pack_query, pack_key[:, 0], key[:, 0], value[:, 0])
+        output, state = step(*one, None if mask is None else mask[:, 0], pack_mask, activation, state, dropout)
         return output[:, None], state
-    key_mean, value_mean, seen = (None, None, None) if state is None else state
-    count = reference.token_count(mask, query, seen)
     options = (activation, dropout, random_seed(dropout, query.device), _dispatch.float32_precision())
-    output, key_mean, value_mean = _operator(
-        query, pack_key, key, value, pack_query, count, mask, pack_mask, key_mean, value_mean, seen, *options
-    )
-    return output, LunaCausalState(key_mean, value_mean, count[:, -1].clone())
+    tokens = (query, pack_key, key, value)
+    return torch_backend.run_operator(_operator, tokens, pack_query, mask, pack_mask, state, *options)
 
 
 def step(

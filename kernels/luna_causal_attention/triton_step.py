@@ -10,14 +10,7 @@ from torch import Tensor
 from ..common import triton_launch
 from ..common.triton_launch import block_of, contiguous, rows_contiguous, strides
 from ..common.triton_tiles import dropping, load_kept
-from .triton_weights import (
-    activate,
-    load_pack_query,
-    pack_dropout,
-    softmax,
-    tile_of,
-    unpack_dropout,
-)
+from .triton_weights import activate, load_pack_query, pack_dropout, softmax, tile_of, unpack_dropout
 
 
 @triton.jit
@@ -41,7 +34,7 @@ def _step_kernel(
     PQ,  # [B, L, H, SIZE]
     MASK, PACK_MASK,  # [B], [B, L]
     SEED,  # [1]
-    MEAN_K, MEAN_V, SEEN,  # the state: [B, H, SIZE, L], [B, H, L, WIDTH], [B]
+    MEAN_K, MEAN_V, PAST,  # the state: [B, H, SIZE, L], [B, H, L, WIDTH], [B]
     Y,
     NEXT_K, NEXT_V, COUNT,  # the next state
     scale, threshold, rescale,
@@ -57,8 +50,8 @@ def _step_kernel(
     token = tl.arange(0, 1)
     kept = load_kept(MASK, b, token, 1)
     count = kept.to(tl.int64)
-    if SEEN is not None:
-        count += tl.load(SEEN + b)
+    if PAST is not None:
+        count += tl.load(PAST + b)
     # If the first token is masked, the state remains 0.
     rate = tl.where(kept | (count == 0), 1.0 / tl.maximum(count, 1).to(tl.float32), 0.0)[:, None]
     pack_query, used = load_pack_query(PQ + b * pq_b + h * pq_h, PACK_MASK, pq_l, b, SIZE, L, BK, BL)
@@ -84,21 +77,21 @@ def _step_kernel(
 
 def forward_step(
     query: Tensor, pack_key: Tensor, key: Tensor, value: Tensor, pack_query: Tensor, mask: Tensor | None,
-    pack_mask: Tensor | None, key_mean: Tensor | None, value_mean: Tensor | None, seen: Tensor | None, activation: str,
+    pack_mask: Tensor | None, key_mean: Tensor | None, value_mean: Tensor | None, past: Tensor | None, activation: str,
     dropout: float, seed: Tensor | None, *, into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the result and the next state, whose means are written to `into`; `into` may be the given means."""
     *tokens, pack_query = rows_contiguous(query, pack_key, key, value, pack_query)
-    mask, pack_mask, seen = contiguous(mask, pack_mask, seen)
+    mask, pack_mask, past = contiguous(mask, pack_mask, past)
     means = (None if x is None else x.float().contiguous() for x in (key_mean, value_mean))
     outputs = empty_step(query, value, pack_query, into)
-    (batch, heads, size), rows, width = query.shape, pack_query.shape[1], value.shape[2]
+    (batch, heads, size), packed_rows, width = query.shape, pack_query.shape[1], value.shape[2]
     numbers = (size**-0.5, *dropping(dropout), *strides(*tokens, number=2), *strides(pack_query, number=3), heads)
-    tile = block_of(rows) * block_of(max(size, width))
+    tile = block_of(packed_rows) * block_of(max(size, width))
     triton_launch.launch(
-        _step_kernel, (batch * heads,), *tokens, pack_query, mask, pack_mask, seed, *means, seen, *outputs, *numbers,
-        SIZE=size, WIDTH=width, L=rows, ELU=activation == "elu",
-        BK=block_of(size), BV=block_of(width), BL=block_of(rows),
+        _step_kernel, (batch * heads,), *tokens, pack_query, mask, pack_mask, seed, *means, past, *outputs, *numbers,
+        SIZE=size, WIDTH=width, L=packed_rows, ELU=activation == "elu",
+        BK=block_of(size), BV=block_of(width), BL=block_of(packed_rows),
         num_warps=4 if tile <= 4096 else 8, num_stages=1,
     )  # fmt: skip
     return outputs
@@ -108,9 +101,9 @@ def empty_step(
     query: Tensor, value: Tensor, pack_query: Tensor, means: Sequence[Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return empty tensors for the result and the next state, using `means` if given."""
-    (batch, heads, size), rows, width = query.shape, pack_query.shape[1], value.shape[2]
+    (batch, heads, size), packed_rows, width = query.shape, pack_query.shape[1], value.shape[2]
     if means is None:
-        shapes = ((batch, heads, size, rows), (batch, heads, rows, width))
+        shapes = ((batch, heads, size, packed_rows), (batch, heads, packed_rows, width))
         means = [query.new_empty(shape, dtype=torch.float32) for shape in shapes]
     # Every head reads the old count, so the new count needs separate memory.
     return value.new_empty(value.shape), means[0], means[1], query.new_empty((batch,), dtype=torch.int64)

@@ -92,9 +92,9 @@ def slope(scores, ELU: tl.constexpr):
 @triton.jit
 def load_pack_query(PQ, PACK_MASK, pq_l, b, SIZE: tl.constexpr, L: tl.constexpr, BK: tl.constexpr, BL: tl.constexpr):
     """Return P `[BL, BK]` of a head, and a mask of the rows in use."""
-    rows = tl.arange(0, BL)
-    used = load_kept(PACK_MASK, b * L, rows, L)
-    return load_tile(PQ, rows, pq_l, used, tl.arange(0, BK), SIZE), used
+    packed_rows = tl.arange(0, BL)
+    used = load_kept(PACK_MASK, b * L, packed_rows, L)
+    return load_tile(PQ, packed_rows, pq_l, used, tl.arange(0, BK), SIZE), used
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Compute the coefficients of the recurrence from the parameters of an operator, and powers of q in real numbers.
 
-q = exp(log_decay + 2 pi i turn); `turn` is None if q is real. The number of turns is float64: over thousands of
-positions a float32 angle would be off by entire turns. The angle is rounded to float32 after removing entire turns.
+q = exp(log_decay + 2 pi i turns); `turns` is None if q is real. Turns are float64: over thousands of positions a
+float32 angle would be off by entire turns. Radians are rounded to float32 after removing entire turns.
 
 The gradients of the coefficients are in closed form. Autograd would run some sixty operations on tensors of a few
 thousand numbers, which takes as long as the average of a short batch. Compiled and exported programs use autograd.
@@ -26,24 +26,24 @@ LEAST = 1e-30  # lower bound of q; below, the gradient of log q is 0
 class Coefficients(NamedTuple):
     """Coefficients of h_t = q h_{t-1} + p x_t, y_t = Re sum_n w_n h_{t,n}, `[R, N]` each.
 
-    `log_decay` is log |q|, `turn` the angle of q in turns (float64, None = real), `weight_in` p, and `weight_out` w,
-    for complex states real pairs `[D, N, 2]`.
+    `log_decay` is log |q|, `turns` the angle of q in revolutions (float64, None = real), `weight_in` p, and
+    `weight_out` w, for complex states real pairs `[D, N, 2]`.
     """
 
     log_decay: Tensor
-    turn: Tensor | None
+    turns: Tensor | None
     weight_in: Tensor
     weight_out: Tensor
 
-    def rows(self, block: slice) -> "Coefficients":
-        """Return the coefficients of some rows."""
-        turn = None if self.turn is None else self.turn[block]
-        return Coefficients(self.log_decay[block], turn, self.weight_in[block], self.weight_out[block])
+    def channel_rows(self, block: slice) -> "Coefficients":
+        """Return some of the R rows."""
+        turns = None if self.turns is None else self.turns[block]
+        return Coefficients(self.log_decay[block], turns, self.weight_in[block], self.weight_out[block])
 
     @property
     def components(self) -> int:
         """P, the number of real numbers in a state: 1 or 2."""
-        return 1 if self.turn is None else 2
+        return 1 if self.turns is None else 2
 
 
 def with_coefficients(
@@ -103,30 +103,30 @@ def complex_coefficients(
     one = torch.ones_like(input_logit)
     log_decay, _, weight_in, _ = damped_coefficients(input_logit, damping_logit, one, one)
     number = torch.arange(1, states + 1, dtype=torch.float64, device=one.device) / states
-    turn = torch.sigmoid(phase_logit.double())[:, None] * number
-    return Coefficients(log_decay, turn, weight_in, projection.contiguous() / math.sqrt(states))
+    turns = torch.sigmoid(phase_logit.double())[:, None] * number
+    return Coefficients(log_decay, turns, weight_in, projection.contiguous() / math.sqrt(states))
 
 
-def angle(turn: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the angle of a number of turns in radians, without entire turns."""
-    return (turn - torch.round(turn)).to(dtype) * (2 * math.pi)
+def to_radians(turns: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an angle in radians, without entire turns."""
+    return (turns - torch.round(turns)).to(dtype) * (2 * math.pi)
 
 
-def powers(log_decay: Tensor, turn: Tensor | None, exponents: Tensor) -> Tensor:
+def powers(log_decay: Tensor, turns: Tensor | None, exponents: Tensor) -> Tensor:
     """Return q^t as numbers of P real parts, `[R, N, P, E]`, for the integers t `[E]`."""
     size = torch.exp(log_decay[..., None] * exponents.to(log_decay.dtype))
-    if turn is None:
+    if turns is None:
         return size[..., None, :]
-    radians = angle(turn[..., None] * exponents.double(), log_decay.dtype)
+    radians = to_radians(turns[..., None] * exponents.double(), log_decay.dtype)
     return torch.stack((size * torch.cos(radians), size * torch.sin(radians)), -2)
 
 
-def powers_less_one(log_decay: Tensor, turn: Tensor | None, exponent: int) -> Tensor:
+def powers_less_one(log_decay: Tensor, turns: Tensor | None, exponent: int) -> Tensor:
     """Return q^t - 1 for one exponent, `[R, N, P]`, accurate for q close to 1."""
     loss = expm1(log_decay * exponent)
-    if turn is None:
+    if turns is None:
         return loss[..., None]
-    radians = angle(turn * exponent, log_decay.dtype)
+    radians = to_radians(turns * exponent, log_decay.dtype)
     real = loss * torch.cos(radians) - 2.0 * torch.sin(0.5 * radians).square()
     return torch.stack((real, (loss + 1.0) * torch.sin(radians)), -1)
 
@@ -144,22 +144,22 @@ def conjugate(pairs: Tensor) -> Tensor:
 
 
 def diagonal_coefficients(*parameters: Tensor) -> Coefficients:
-    """Return the coefficients from log |q|, the phase if q is complex, and the weight of the state."""
+    """Return the coefficients from log |q|, the angle of q in radians if q is complex, and the weight of the state."""
     # The exponential of a strided tensor is rounded differently, so that results would depend on the strides.
-    log_decay, *phase, weight = (parameter.contiguous() for parameter in parameters)
-    turn = phase[0].double() / (2 * math.pi) if phase else None
-    return Coefficients(log_decay, turn, torch.ones_like(log_decay), weight)
+    log_decay, *radians, weight = (parameter.contiguous() for parameter in parameters)
+    turns = radians[0].double() / (2 * math.pi) if radians else None
+    return Coefficients(log_decay, turns, torch.ones_like(log_decay), weight)
 
 
-def step_coefficients(of: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
+def step_coefficients(coefficients: Coefficients) -> tuple[Tensor, Tensor, Tensor]:
     """Return q - 1, p and w for steps, all as real pairs if q is complex.
 
     w is conjugated, so that Re(w h) is the sum of products of both components.
     """
-    if of.turn is None:
-        return expm1(of.log_decay), of.weight_in, of.weight_out
-    entry = torch.stack((of.weight_in, torch.zeros_like(of.weight_in)), -1)
-    return powers_less_one(of.log_decay, of.turn, 1), entry, conjugate(of.weight_out)
+    if coefficients.turns is None:
+        return expm1(coefficients.log_decay), coefficients.weight_in, coefficients.weight_out
+    entry = torch.stack((coefficients.weight_in, torch.zeros_like(coefficients.weight_in)), -1)
+    return powers_less_one(coefficients.log_decay, coefficients.turns, 1), entry, conjugate(coefficients.weight_out)
 
 
 def coefficients_of_steps(
@@ -202,9 +202,7 @@ def complex_ema_coefficients(
 
 
 class _Coefficients(Function):
-    @staticmethod
-    def forward(*parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return damped_formula(*parameters)
+    forward = staticmethod(damped_formula)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:

@@ -71,9 +71,7 @@ def complex_ema(
     sequences = check_sequences("complex_ema", x, mask, cu_seqlens, max_seqlen, **options)
     parameters = (input_logit, damping_logit, phase_logit, projection)
     _check("complex_ema", x, parameters, skip, initial_state, sequences)
-    call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "sequences": sequences, "shift": False}
-    call |= {"truncation": None, "initial_state": initial_state, "return_state": return_state}
-    return COMPLEX.run(AVERAGE, backend, call)
+    return COMPLEX.run(AVERAGE, backend, x, parameters, skip, sequences, initial_state, return_state)
 
 
 def complex_ema_step(

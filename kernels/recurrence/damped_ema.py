@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._dispatch import Arguments
-from ..checks import check_average, check_mask, check_sequences
+from ..checks import check_average, check_directions, check_mask, check_sequences
 from ..sequences import ALL_TOKENS, Sequences
 from .coefficients import damped_coefficients
 from .op import Recurrence
@@ -90,11 +90,16 @@ def damped_ema(
     options: Arguments = {"lengths": lengths, "return_state": return_state}
     options["compares_length"] = truncation is not None
     sequences = check_sequences("damped_ema", x, mask, cu_seqlens, max_seqlen, **options)
-    _check_directions(x, input_logit, shift, truncation, initial_state, return_state)
+    stateful = return_state or initial_state is not None
+    check_directions("damped_ema", x, input_logit, "parameters", stateful)
+    if shift and len(input_logit) == x.shape[2]:
+        raise ValueError("damped_ema: shift=True needs two directions, but these parameters are causal; omit shift")
+    if truncation is None and isinstance(initial_state, TruncatedEmaState):
+        raise ValueError("damped_ema: initial_state is a TruncatedEmaState; pass its truncation too")
     if mask is not None and skip is not None:
         x = torch.where(mask[..., None], x, x.nan_to_num(0.0, 0.0, 0.0))  # the skip uses x at masked positions
     parameters = (input_logit, damping_logit, expansion, projection)
-    if truncation is not None and (return_state or initial_state is not None):
+    if truncation is not None and stateful:
         if cu_seqlens is not None:
             raise ValueError(
                 "damped_ema: truncation with states does not support cu_seqlens; omit truncation or cu_seqlens"
@@ -107,10 +112,8 @@ def damped_ema(
 
         output, state = truncated(run_again, x, parameters, skip, mask, truncation, initial_state, lengths)
         return (output, state) if return_state else output
-    call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "sequences": sequences, "shift": shift}
-    call |= {"truncation": truncation, "initial_state": initial_state, "return_state": return_state}
-    _check("damped_ema", x, parameters, skip, call["initial_state"], sequences)
-    return DAMPED.run(AVERAGE, backend, call)
+    _check("damped_ema", x, parameters, skip, initial_state, sequences)
+    return DAMPED.run(AVERAGE, backend, x, parameters, skip, sequences, initial_state, return_state, shift, truncation)
 
 
 def damped_ema_step(
@@ -159,27 +162,8 @@ def damped_ema_step(
     return STEP(backend, call)
 
 
-def _check_directions(
-    x: Tensor, input_logit: Tensor, shift: bool, truncation: int | None,
-    initial_state: Tensor | TruncatedEmaState | None, return_state: bool,
-) -> None:  # fmt: skip
-    channels, rows = x.shape[2], len(input_logit)
-    if rows != channels and rows != 2 * channels:  # not `in`: Dynamo does not find symbolic sizes in a tuple
-        raise ValueError(
-            f"damped_ema: {rows} rows of parameters fit neither {channels} channels (causal) nor twice that "
-            "(bidirectional)"
-        )
-    if shift and rows == channels:
-        raise ValueError("damped_ema: shift=True needs two directions, but these parameters are causal; omit shift")
-    stateful = return_state or initial_state is not None
-    if stateful and rows != channels:
-        raise ValueError("damped_ema: a bidirectional average has no state; omit initial_state and return_state")
-    if truncation is None and isinstance(initial_state, TruncatedEmaState):
-        raise ValueError("damped_ema: initial_state is a TruncatedEmaState; pass its truncation too")
-
-
 def _check(
-    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Tensor | None, sequences: Sequences,
+    op: str, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, state: Any, sequences: Sequences,
     coefficients: tuple[Tensor, ...] | None = None,
 ) -> None:  # fmt: skip
     input_logit, damping_logit, expansion, projection = parameters

@@ -1,12 +1,10 @@
 """Diagonal state space models: `diagonal_ssm` for a sequence or a segment, `diagonal_ssm_step` for one position."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from .._dispatch import Arguments, without_autocast
-from ..checks import check_average, check_position, check_sequences
+from ..checks import check_average, check_directions, check_position, check_sequences
 from ..sequences import ALL_TOKENS, Sequences
 from ..upcast import as_complex, upcast
 from .coefficients import coefficients_of_steps, diagonal_coefficients
@@ -123,19 +121,10 @@ def diagonal_ssm(
     options: Arguments = {"lengths": lengths, "return_state": return_state}
     sequences = check_sequences("diagonal_ssm", x, mask, cu_seqlens, max_seqlen, **options)
     parameters = _parameters("diagonal_ssm", log_decay, phase, weight)
-    rows, channels = len(log_decay), x.shape[2]
-    if rows != channels and rows != 2 * channels:  # not `in`: Dynamo does not find symbolic sizes in a tuple
-        raise ValueError(
-            f"diagonal_ssm: {rows} rows of log_decay fit neither {channels} channels (causal) nor twice that "
-            "(bidirectional)"
-        )
-    if rows != channels and (return_state or initial_state is not None):
-        raise ValueError("diagonal_ssm: a bidirectional model has no state; omit initial_state and return_state")
+    check_directions("diagonal_ssm", x, log_decay, "log_decay", return_state or initial_state is not None)
     initial_state = _pairs(initial_state)
     _check("diagonal_ssm", x, parameters, skip, initial_state, sequences)
-    call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "sequences": sequences, "shift": False}
-    call |= {"truncation": None, "initial_state": initial_state, "return_state": return_state}
-    result: Any = DIAGONAL.run(AVERAGE, backend, call)
+    result = DIAGONAL.run(AVERAGE, backend, x, parameters, skip, sequences, initial_state, return_state)
     return (result[0], _numbers(result[1], weight)) if return_state else result
 
 
@@ -161,8 +150,10 @@ def diagonal_ssm_step(
     check_position("diagonal_ssm_step", x, mask, "channels")
     parameters = _parameters("diagonal_ssm_step", log_decay, phase, weight)
     if log_decay.shape[:1] != x.shape[1:]:
-        rows = f"{len(log_decay)} rows for {x.shape[1]} channels"
-        raise ValueError(f"diagonal_ssm_step needs one row of log_decay per channel, got {rows}")
+        raise ValueError(
+            f"diagonal_ssm_step needs one row of log_decay per channel, got {len(log_decay)} rows for {x.shape[1]} "
+            "channels"
+        )
     pairs = _pairs(state)
     _check("diagonal_ssm_step", x, parameters, skip, pairs, ALL_TOKENS, coefficients)
     call = {"x": x, "state": pairs, "parameters": parameters, "coefficients": coefficients, "skip": skip, "mask": mask}

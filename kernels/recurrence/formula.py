@@ -24,57 +24,61 @@ def average(
     shift: bool = False, truncation: int | None = None, initial_state: Tensor | None = None, return_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return `reference.average`, with `silu` for real states; complex states support only one direction."""
-    of, channels, mask = coefficients, x.shape[2], sequences.mask
-    signal = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).to(of.log_decay.dtype)
+    channels, mask = x.shape[2], sequences.mask
+    signal = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).to(coefficients.log_decay.dtype)
     if truncation is not None:
-        taps, _ = lag_tables.lags(of, channels, truncation, shift)
-        center = lag_tables.center(of, channels, truncation, shift)
-        return add_skip(_truncated(signal, taps, center), x, skip).to(x.dtype), None
-    taps, input_map, output_map = _chunk_maps(of, channels, shift)
-    center = lag_tables.center(of, channels, CHUNK, shift)
-    if of.turn is not None and skip is not None:
+        taps, _ = lag_tables.lags(coefficients, channels, truncation, shift)
+        center = lag_tables.center(coefficients, channels, truncation, shift)
+        padded = nn.functional.pad(signal.mT, (taps.shape[1] - center - 1, center))
+        y = nn.functional.conv1d(padded, taps.flip(1)[:, None], groups=channels).mT
+        return add_skip(y, x, skip).to(x.dtype), None
+    taps, input_map, output_map = _chunk_maps(coefficients, channels, shift)
+    center = lag_tables.center(coefficients, channels, CHUNK, shift)
+    if coefficients.turns is not None and skip is not None:
         taps, skip = torch.cat((taps[:, :1] + skip[:, None], taps[:, 1:]), 1), None
-    result, before, last, rest, since = _in_chunks(signal, taps, center, input_map, output_map, of, initial_state)
+    maps = taps, center, input_map, output_map
+    result, before, last, rest, since = _in_chunks(signal, *maps, coefficients, initial_state)
     state = None
     if return_state:
-        maps = of.weight_in[..., None, None] * powers(of.log_decay, of.turn, since)
-        last_chunk = (maps.flatten(1, 2) @ last).unflatten(1, (-1, of.components)).permute(3, 0, 1, 2)
-        decay = powers(of.log_decay, of.turn, rest[None]).squeeze(-1)
+        last_map = coefficients.weight_in[..., None, None] * powers(coefficients.log_decay, coefficients.turns, since)
+        last_chunk = (last_map.flatten(1, 2) @ last).unflatten(1, (-1, coefficients.components)).permute(3, 0, 1, 2)
+        decay = powers(coefficients.log_decay, coefficients.turns, rest[None]).squeeze(-1)
         state = times(decay, before.permute(3, 0, 1, 2)) + last_chunk
-        state = state if of.components > 1 else state.squeeze(-1)
+        state = state if coefficients.components > 1 else state.squeeze(-1)
     return add_skip(result, x, skip).to(x.dtype), state
 
 
-def of_operator(
-    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor,
+def operator(
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turns: Tensor | None, weight_in: Tensor,
     weight_out: Tensor, initial: Tensor | None, chunk: int, length: int, shift: bool,
 ) -> tuple[Tensor, None, Tensor | None]:  # fmt: skip
     """Return the result and the state before the last chunk as `torch_backend.operator` does."""
-    of, last = Coefficients(log_decay, turn, weight_in, weight_out), None
+    coefficients, last = Coefficients(log_decay, turns, weight_in, weight_out), None
     truncation = length if length < x.shape[1] else None
-    output, _ = average(x, of, skip, Sequences(mask), shift, truncation, initial)
+    output, _ = average(x, coefficients, skip, Sequences(mask), shift, truncation, initial)
     if chunk and len(log_decay) == x.shape[2]:
         before = (x.shape[1] - 1) // chunk * chunk
         if before:
-            rows = Sequences(None if mask is None else mask[:, :before])
-            last = average(x[:, :before], of, None, rows, initial_state=initial, return_state=True)[1]
+            earlier = Sequences(None if mask is None else mask[:, :before])
+            last = average(x[:, :before], coefficients, None, earlier, initial_state=initial, return_state=True)[1]
         last = initial if last is None else last.flatten(2)
     return output, None, last
 
 
-def _chunk_maps(of: Coefficients, channels: int, shift: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _chunk_maps(coefficients: Coefficients, channels: int, shift: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result of `lag_tables.chunk_maps`, computed with real operators."""
-    if of.turn is None:
-        return lag_tables.chunk_maps(of, channels, CHUNK, shift)[:3]
-    of_q = powers(of.log_decay, of.turn, torch.arange(CHUNK + 1, device=of.turn.device))
-    input_map = of.weight_in[..., None, None] * of_q[..., :CHUNK].flip(-1)
-    output_map = times(of.weight_out[:, :, None], of_q.mT).mT * of.weight_out.new_tensor((1.0, -1.0))[:, None]
-    taps = (of.weight_in[:, None] @ output_map[:, :, 0, :CHUNK]).squeeze(1)
+    if coefficients.turns is None:
+        return lag_tables.chunk_maps(coefficients, channels, CHUNK, shift)[:3]
+    log_decay, turns, weight_in, weight_out = coefficients
+    q_powers = powers(log_decay, turns, torch.arange(CHUNK + 1, device=log_decay.device))
+    input_map = weight_in[..., None, None] * q_powers[..., :CHUNK].flip(-1)
+    output_map = times(weight_out[:, :, None], q_powers.mT).mT * weight_out.new_tensor((1.0, -1.0))[:, None]
+    taps = (weight_in[:, None] @ output_map[:, :, 0, :CHUNK]).squeeze(1)
     return taps, input_map.flatten(1, 2), output_map[..., 1:].flatten(1, 2)
 
 
 def _in_chunks(
-    signal: Tensor, taps: Tensor, center: int, input_map: Tensor, output_map: Tensor, of: Coefficients,
+    signal: Tensor, taps: Tensor, center: int, input_map: Tensor, output_map: Tensor, coefficients: Coefficients,
     initial: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute the average of a signal `[B, T, D]` in chunks.
@@ -86,11 +90,11 @@ def _in_chunks(
     batch, length = signal.shape[:2]
     position, real = chunk_positions(length, CHUNK, signal.device)
     chunks = signal[:, position].masked_fill(~real[..., None], 0.0).permute(3, 0, 1, 2)
-    rows = chunks.flatten(1, 2)
-    chunk_states = (input_map @ rows.mT).unflatten(2, (batch, -1)).unflatten(1, (-1, of.components))
-    states = _states(chunk_states, of, initial)
-    rows = rows @ toeplitz(taps, center, CHUNK) + states.flatten(3).flatten(1, 2).mT @ output_map
-    result = rows.unflatten(1, (batch, -1)).flatten(2).permute(1, 2, 0)
+    inputs = chunks.flatten(1, 2)
+    chunk_states = (input_map @ inputs.mT).unflatten(2, (batch, -1)).unflatten(1, (-1, coefficients.components))
+    states = _states(chunk_states, coefficients, initial)
+    outputs = inputs @ toeplitz(taps, center, CHUNK) + states.flatten(3).flatten(1, 2).mT @ output_map
+    result = outputs.unflatten(1, (batch, -1)).flatten(2).permute(1, 2, 0)
     # `chunk_positions` adds an empty chunk. The last chunk of the signal precedes it, and may contain padding.
     rest = real[-2].sum()
     since = (rest - 1 - torch.arange(CHUNK, device=signal.device)).clamp(min=0)
@@ -98,39 +102,33 @@ def _in_chunks(
     return result, states[..., -2], chunks[:, :, -2].mT, rest, since
 
 
-def _truncated(signal: Tensor, taps: Tensor, center: int) -> Tensor:
-    """Apply the weights of all lags `[D, K]` to a signal `[B, T, D]`."""
-    padded = nn.functional.pad(signal.mT, (taps.shape[1] - center - 1, center))
-    return nn.functional.conv1d(padded, taps.flip(1)[:, None], groups=len(taps)).mT
-
-
-def _states(chunk_states: Tensor, of: Coefficients, initial: Tensor | None) -> Tensor:
+def _states(chunk_states: Tensor, coefficients: Coefficients, initial: Tensor | None) -> Tensor:
     """Return the states before each chunk, `[D, N', P, B, M]`, given the states that each chunk adds at its end."""
     first = torch.zeros_like(chunk_states[..., :1])
-    rate, turn = of.log_decay * CHUNK, None if of.turn is None else of.turn * CHUNK
+    rate, turns = coefficients.log_decay * CHUNK, None if coefficients.turns is None else coefficients.turns * CHUNK
     if len(rate) == len(chunk_states):
         if initial is not None:
             first = initial.unflatten(2, (chunk_states.shape[1], -1)) if initial.dim() == 3 else initial
             first = first.permute(1, 2, 3, 0)[..., None]
-        return _scan(torch.cat([first, chunk_states[..., :-1]], dim=-1), rate, turn)
+        return _scan(torch.cat([first, chunk_states[..., :-1]], dim=-1), rate, turns)
     forward, backward = chunk_states.chunk(2, dim=1)
     chunk_states = torch.cat([forward, backward.flip(-1)], dim=1)
-    states = _scan(torch.cat([first, chunk_states[..., :-1]], dim=-1), torch.cat(rate.chunk(2), dim=1), turn)
+    states = _scan(torch.cat([first, chunk_states[..., :-1]], dim=-1), torch.cat(rate.chunk(2), dim=1), turns)
     forward, backward = states.chunk(2, dim=1)
     return torch.cat([forward, backward.flip(-1)], dim=1)
 
 
-def _scan(x: Tensor, rate: Tensor, turn: Tensor | None) -> Tensor:
+def _scan(x: Tensor, rate: Tensor, turns: Tensor | None) -> Tensor:
     """Return s_i = q s_{i-1} + x_i along the last dimension of `[D, N, P, B, M]`.
 
-    `rate` and `turn` are the logarithm and the angle of q, `[D, N]`.
+    `rate` is log |q|, and `turns` the angle of q in revolutions, `[D, N]`.
     """
     # Padding of the last group is at the end, so it does not affect the values.
     position, _ = chunk_positions(x.shape[-1], GROUP, x.device)
-    within = _product(x[..., position], _lags(rate, turn, torch.arange(GROUP, device=x.device), 0))
-    groups, turns = torch.arange(position.shape[0], device=x.device), None if turn is None else turn * GROUP
+    within = _product(x[..., position], _lags(rate, turns, torch.arange(GROUP, device=x.device), 0))
+    groups, turns = torch.arange(position.shape[0], device=x.device), None if turns is None else turns * GROUP
     before = _product(within[..., -1], _lags(rate * GROUP, turns, groups, 1))
-    since = powers(rate, turn, torch.arange(1, GROUP + 1, device=x.device))
+    since = powers(rate, turns, torch.arange(1, GROUP + 1, device=x.device))
     # `times` requires the P real numbers of a state in the last dimension.
     factor, states = since.mT[:, :, None, None], before[..., None].movedim(2, -1)
     states = within + times(factor, states).movedim(-1, 2)
@@ -139,17 +137,17 @@ def _scan(x: Tensor, rate: Tensor, turn: Tensor | None) -> Tensor:
 
 def _product(x: Tensor, matrix: Tensor) -> Tensor:
     """Return the product of numbers `[D, N, P, B, ..., J]` and a matrix `[D, N, P, I, J]`."""
-    rows, components = x.flatten(3, -2), matrix.mT.unbind(2)
+    numbers, components = x.flatten(3, -2), matrix.mT.unbind(2)
     if len(components) == 1:
-        product = rows @ components[0][:, :, None]
+        product = numbers @ components[0][:, :, None]
     else:
-        (real, imaginary), (a, b) = components, rows.unbind(2)
+        (real, imaginary), (a, b) = components, numbers.unbind(2)
         product = torch.stack((a @ real - b @ imaginary, a @ imaginary + b @ real), 2)
     return product.unflatten(3, x.shape[3:-1])
 
 
-def _lags(rate: Tensor, turn: Tensor | None, index: Tensor, least: int) -> Tensor:
+def _lags(rate: Tensor, turns: Tensor | None, index: Tensor, least: int) -> Tensor:
     """Return q^(i - j - least), `[D, N, P, index, index]`; entries with a negative exponent are 0."""
     lag = index[:, None] - index - least
-    table = powers(rate, turn, lag.clamp(min=0).flatten()).unflatten(-1, lag.shape)
+    table = powers(rate, turns, lag.clamp(min=0).flatten()).unflatten(-1, lag.shape)
     return table.masked_fill(lag < 0, 0.0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..upcast import as_complex
-from .coefficients import Coefficients, angle, powers_less_one
+from .coefficients import Coefficients, powers_less_one, to_radians
 
 CHUNK = 64
 # Gradients are computed in blocks of channels: channels times positions of a block, and its least number of channels.
@@ -26,42 +26,43 @@ def toeplitz(taps: Tensor, center: int, chunk: int) -> Tensor:
     return taps.unfold(1, chunk, 1).flip(1)
 
 
-def lags(of: Coefficients, channels: int, length: int, shift: bool) -> tuple[Tensor, list[Tensor]]:
+def lags(coefficients: Coefficients, channels: int, length: int, shift: bool) -> tuple[Tensor, list[Tensor]]:
     """Return the weights of the first `length` lags in each direction, `[D, K]`, and tables for `lags_backward`."""
-    if of.turn is not None:
-        return complex_series(of, length), []
-    tables = _series_tables(of.log_decay, length)
-    return _join(series(of, length, *tables), channels, shift), tables
+    if coefficients.turns is not None:
+        return complex_series(coefficients, length), []
+    tables = _series_tables(coefficients.log_decay, length)
+    return _join(series(coefficients, length, *tables), channels, shift), tables
 
 
-def center(of: Coefficients, channels: int, length: int, shift: bool) -> int:
+def center(coefficients: Coefficients, channels: int, length: int, shift: bool) -> int:
     """Return the index of lag 0 in the taps of chunks or sequences of this length."""
-    if len(of.log_decay) == channels:
+    if len(coefficients.log_decay) == channels:
         return 0
     return length if shift else length - 1  # without shift, both directions include lag 0
 
 
 def lags_backward(
-    of: Coefficients, channels: int, length: int, shift: bool, kept: list[Any], grad_taps: Tensor
+    coefficients: Coefficients, channels: int, length: int, shift: bool, tables: list[Any], grad_taps: Tensor
 ) -> list[Any]:
-    """Return the gradients of the coefficients from the gradient of `lags`; `kept`: its last result."""
-    if of.turn is not None:
-        return _complex_series_backward(of, grad_taps)
-    coarse, fine = kept
-    return _series_backward(of, coarse, fine, _split(grad_taps, len(of.log_decay), channels, length, shift))
+    """Return the gradients of the coefficients from the gradient of `lags`; `tables`: its last result."""
+    if coefficients.turns is not None:
+        return _complex_series_backward(coefficients, grad_taps)
+    coarse, fine = tables
+    grad_series = _split(grad_taps, len(coefficients.log_decay), channels, length, shift)
+    return _series_backward(coefficients, coarse, fine, grad_series)
 
 
 def chunk_maps(
-    of: Coefficients, channels: int, chunk: int, shift: bool
+    coefficients: Coefficients, channels: int, chunk: int, shift: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Return the taps of a chunk, the input map, the output map, q^C - 1, and tables for `chunk_maps_backward`.
 
     The maps `[D, N', C]` convert the inputs of a chunk to states, and states to outputs. q^C - 1 is `[D, N']`, complex
     `[D, N, 2]`. N' is N, or 2 N with real pairs of complex states, or with two directions, the one from the end last.
     """
-    if of.turn is not None:
-        return *_complex_chunk_maps(of, chunk), []
-    log_q, _, weight_in, weight_out = of
+    if coefficients.turns is not None:
+        return *_complex_chunk_maps(coefficients, chunk), []
+    log_q, _, weight_in, weight_out = coefficients
     positions = torch.arange(chunk + 1, device=log_q.device, dtype=log_q.dtype)
     powers = torch.exp(log_q[..., None] * positions)
     now, later = powers[..., :chunk], powers[..., 1:]
@@ -78,15 +79,15 @@ def chunk_maps(
 
 
 def chunk_maps_backward(
-    of: Coefficients, channels: int, chunk: int, shift: bool, kept: list[Any], *gradients: Tensor
+    coefficients: Coefficients, channels: int, chunk: int, shift: bool, tables: list[Any], *gradients: Tensor
 ) -> list[Any]:
-    """Return the gradients of the coefficients from the gradients of `chunk_maps`; `kept`: its last result."""
-    if of.turn is not None:
-        return _complex_chunk_maps_backward(of, chunk, *gradients)
+    """Return the gradients of the coefficients from the gradients of `chunk_maps`; `tables`: its last result."""
+    if coefficients.turns is not None:
+        return _complex_chunk_maps_backward(coefficients, chunk, *gradients)
     grad_taps, grad_input_map, grad_output_map, grad_decay = gradients
-    log_q, _, weight_in, weight_out = of
+    log_q, _, weight_in, weight_out = coefficients
     grad_taps = _split(grad_taps, len(log_q), channels, chunk, shift)
-    (powers,), first = kept, log_q.new_ones(len(log_q), 1)
+    (powers,), first = tables, log_q.new_ones(len(log_q), 1)
     now, later = powers[..., :chunk], powers[..., 1:]
     if len(log_q) == channels:
         grad_input_map, out = grad_input_map.flip(-1), later
@@ -119,16 +120,16 @@ def _join(kernel: Tensor, channels: int, shift: bool) -> Tensor:
     return forward + nn.functional.pad(kernel[channels:].flip(1), (0, before))
 
 
-def _split(gradient: Tensor, rows: int, channels: int, length: int, shift: bool) -> Tensor:
+def _split(gradient: Tensor, channel_rows: int, channels: int, length: int, shift: bool) -> Tensor:
     """Split the gradient into the two directions (the transpose of `_join`)."""
-    if rows == channels:
+    if channel_rows == channels:
         return gradient
     return torch.cat((gradient[:, length if shift else length - 1 :], gradient[:, :length].flip(1)))
 
 
-def series(of: Coefficients, length: int, coarse: Tensor, fine: Tensor) -> Tensor:
+def series(coefficients: Coefficients, length: int, coarse: Tensor, fine: Tensor) -> Tensor:
     """Return sum_n p_n w_n q_n^t for t < length and real q, `[R, length]`, with q^(i c + j) = q^(i c) q^j."""
-    weight = of.weight_in * of.weight_out
+    weight = coefficients.weight_in * coefficients.weight_out
     return ((coarse * weight[..., None]).mT @ fine).flatten(-2)[..., :length]
 
 
@@ -139,41 +140,39 @@ def _series_tables(log_q: Tensor, length: int) -> list[Tensor]:
     return [torch.exp(log_q[..., None] * outer), fine]
 
 
-def _series_backward(of: Coefficients, coarse: Tensor, fine: Tensor, grad: Tensor) -> list[Tensor | None]:
+def _series_backward(coefficients: Coefficients, coarse: Tensor, fine: Tensor, grad: Tensor) -> list[Tensor | None]:
     blocks, inner = coarse.shape[2], fine.shape[2]
     grad = nn.functional.pad(grad, (0, blocks * inner - grad.shape[1])).unflatten(1, (blocks, inner))
     position = torch.arange(blocks * inner, device=grad.device, dtype=grad.dtype).view(blocks, inner)
     # Sums over all positions t of the gradient times q^t, and times t q^t.
     plain, lagged = ((coarse * (fine @ x.mT)).sum(-1) for x in (grad, position * grad))
-    return [lagged * of.weight_in * of.weight_out, None, plain * of.weight_out, plain * of.weight_in]
+    _, _, weight_in, weight_out = coefficients
+    return [lagged * weight_in * weight_out, None, plain * weight_out, plain * weight_in]
 
 
-def _power(of: Coefficients, exponent: float) -> Tensor:
-    assert of.turn is not None
-    return torch.polar(torch.exp(of.log_decay * exponent), angle(of.turn * exponent, of.log_decay.dtype))
-
-
-def _table(of: Coefficients, count: int, step: int = 1) -> Tensor:
+def _table(coefficients: Coefficients, count: int, step: int = 1) -> Tensor:
     """Return q^(step t) for t < count, `[count, D, N]`.
 
     The number of computed powers doubles in every step, so that each is a product of few factors: rounding errors are
     small.
     """
-    first = as_complex(of.weight_out)
-    rows = first.new_empty(count, *first.shape)
-    rows[0] = 1.0
+    log_q, turns, _, weight_out = coefficients
+    assert turns is not None
+    table = as_complex(weight_out).new_empty(count, *log_q.shape)
+    table[0] = 1.0
     done = 1
     while done < count:
         more = min(done, count - done)
-        torch.mul(rows[:more], _power(of, step * done), out=rows[done : done + more])
+        power = torch.polar(torch.exp(log_q * (step * done)), to_radians(turns * (step * done), log_q.dtype))
+        torch.mul(table[:more], power, out=table[done : done + more])
         done += more
-    return rows
+    return table
 
 
-def _pairs(rows: Tensor) -> Tensor:
+def _pairs(numbers: Tensor) -> Tensor:
     """Return complex numbers `[E, D, N]` as real pairs `[D, 2 N, E]`."""
-    matrix = torch.view_as_real(rows).flatten(1).t().contiguous()
-    return matrix.view(rows.shape[1], -1, rows.shape[0])
+    matrix = torch.view_as_real(numbers).flatten(1).t().contiguous()
+    return matrix.view(numbers.shape[1], -1, numbers.shape[0])
 
 
 def _real(weight: Tensor) -> Tensor:
@@ -181,54 +180,58 @@ def _real(weight: Tensor) -> Tensor:
     return torch.stack((weight, torch.zeros_like(weight)), -1).flatten(1)
 
 
-def _complex_chunk_maps(of: Coefficients, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rows = _table(of, chunk + 1)
-    input_map = _pairs(rows[:chunk].flip(0).mul_(of.weight_in))
-    output_map = _pairs(rows.mul_(as_complex(of.weight_out)).conj_physical_())
-    taps = _real(of.weight_in)[:, None] @ output_map[..., :chunk]
-    return taps[:, 0], input_map, output_map[..., 1:], powers_less_one(of.log_decay, of.turn, chunk)
+def _complex_chunk_maps(coefficients: Coefficients, chunk: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    log_q, turns, weight_in, weight_out = coefficients
+    powers = _table(coefficients, chunk + 1)
+    input_map = _pairs(powers[:chunk].flip(0).mul_(weight_in))
+    output_map = _pairs(powers.mul_(as_complex(weight_out)).conj_physical_())
+    taps = _real(weight_in)[:, None] @ output_map[..., :chunk]
+    return taps[:, 0], input_map, output_map[..., 1:], powers_less_one(log_q, turns, chunk)
 
 
-def _complex_chunk_maps_backward(of: Coefficients, chunk: int, *gradients: Tensor) -> list[Tensor]:
+def _complex_chunk_maps_backward(coefficients: Coefficients, chunk: int, *gradients: Tensor) -> list[Tensor]:
     """Compute the gradients of one block of channels at a time."""
     block_grads, size = [], max(LEAST_CHANNELS, BLOCK // chunk)
-    for start in range(0, len(of.log_decay), size):
+    for start in range(0, len(coefficients.log_decay), size):
         block = slice(start, start + size)
-        some = of.rows(block)
-        block_grads.append(_of_channels(some, chunk, *(gradient[block] for gradient in gradients)))
+        grads = _block_backward(coefficients.channel_rows(block), chunk, *(gradient[block] for gradient in gradients))
+        block_grads.append(grads)
     return [torch.cat(grads) for grads in zip(*block_grads, strict=True)]
 
 
-def _of_channels(
-    of: Coefficients, chunk: int, grad_taps: Tensor, grad_input_map: Tensor, grad_output_map: Tensor, grad_decay: Tensor
-) -> list[Tensor]:
-    powers, weight_out = _table(of, chunk + 1), as_complex(of.weight_out)
+def _block_backward(
+    coefficients: Coefficients, chunk: int, grad_taps: Tensor, grad_input_map: Tensor, grad_output_map: Tensor,
+    grad_decay: Tensor,
+) -> list[Tensor]:  # fmt: skip
+    _, _, weight_in, weight_out = coefficients
+    powers, weight_out = _table(coefficients, chunk + 1), as_complex(weight_out)
     now, later = powers[:chunk], powers[1:]
     # The complex derivative with respect to x + i y is d/dx - i d/dy; the output map contains conjugates.
-    sums, slopes = _sums(_rows(grad_input_map).flip(0).conj_physical_().mul_(now))
-    out_sums, out_slopes = _sums(_rows(grad_output_map).mul_(later))
+    sums, slopes = _sums(_numbers(grad_input_map).flip(0).conj_physical_().mul_(now))
+    out_sums, out_slopes = _sums(_numbers(grad_output_map).mul_(later))
     tap_sums, tap_slopes = _sums(torch.view_as_complex(torch.view_as_real(now) * grad_taps.t()[..., None, None]))
-    grad_out = torch.addcmul(out_sums, of.weight_in, tap_sums)
+    grad_out = torch.addcmul(out_sums, weight_in, tap_sums)
     grad_in = sums.real + (weight_out * tap_sums).real
-    out_slopes = out_slopes + out_sums + of.weight_in * tap_slopes  # the first output power is q, not 1
+    out_slopes = out_slopes + out_sums + weight_in * tap_slopes  # the first output power is q, not 1
     last = torch.view_as_complex(grad_decay).conj_physical() * powers[chunk]
-    return _of_slopes(of.weight_in * slopes + weight_out * out_slopes + chunk * last, grad_in, grad_out)
+    return _gradients(weight_in * slopes + weight_out * out_slopes + chunk * last, grad_in, grad_out)
 
 
-def complex_series(of: Coefficients, length: int) -> Tensor:
+def complex_series(coefficients: Coefficients, length: int) -> Tensor:
     """Return Re sum_n p_n w_n q_n^t for t < length and complex q, `[D, length]`, with q^(i c + j) = q^(i c) q^j."""
     inner, outer = _factors(length)
-    coarse = _table(of, outer, inner).mul_(of.weight_in * as_complex(of.weight_out)).conj_physical_()
-    return (_pairs(coarse).mT @ _pairs(_table(of, inner))).flatten(1)[:, :length]
+    weight = coefficients.weight_in * as_complex(coefficients.weight_out)
+    coarse = _table(coefficients, outer, inner).mul_(weight).conj_physical_()
+    return (_pairs(coarse).mT @ _pairs(_table(coefficients, inner))).flatten(1)[:, :length]
 
 
-def _complex_series_backward(of: Coefficients, grad_taps: Tensor) -> list[Tensor]:
+def _complex_series_backward(coefficients: Coefficients, grad_taps: Tensor) -> list[Tensor]:
     length = grad_taps.shape[1]
     inner, outer = _factors(length)
     grad = torch.nn.functional.pad(grad_taps, (0, outer * inner - length)).unflatten(1, (outer, inner))
     position = torch.arange(outer * inner, device=grad.device, dtype=grad.dtype).view(outer, inner)
-    fine, coarse = _pairs(_table(of, inner)), _pairs(_table(of, outer, inner)).unflatten(1, (-1, 2))
-    weight_out = as_complex(of.weight_out)
+    fine, coarse = _pairs(_table(coefficients, inner)), _pairs(_table(coefficients, outer, inner)).unflatten(1, (-1, 2))
+    weight_in, weight_out = coefficients.weight_in, as_complex(coefficients.weight_out)
     ones = grad.new_ones(outer)
     signs, ones = torch.cat((ones, -ones)), torch.cat((ones, ones))
     sums = []
@@ -238,8 +241,7 @@ def _complex_series_backward(of: Coefficients, grad_taps: Tensor) -> list[Tensor
         real, imaginary = (coarse * within).flatten(2) @ signs, (coarse * within.flip(2)).flatten(2) @ ones
         sums.append(torch.complex(real, imaginary))
     plain, lagged = sums
-    slopes = of.weight_in * weight_out * lagged
-    return _of_slopes(slopes, (weight_out * plain).real, of.weight_in * plain)
+    return _gradients(weight_in * weight_out * lagged, (weight_out * plain).real, weight_in * plain)
 
 
 def _factors(length: int) -> tuple[int, int]:
@@ -247,22 +249,22 @@ def _factors(length: int) -> tuple[int, int]:
     return inner, -(-length // inner)
 
 
-def _rows(pairs: Tensor) -> Tensor:
+def _numbers(pairs: Tensor) -> Tensor:
     """Return real pairs `[D, 2 N, E]` as complex numbers `[E, D, N]`."""
     matrix = pairs.flatten(0, 1).t().contiguous()
     return torch.view_as_complex(matrix.view(pairs.shape[2], pairs.shape[0], -1, 2))
 
 
-def _sums(rows: Tensor) -> tuple[Tensor, Tensor]:
+def _sums(numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sums over t of complex numbers `[E, D, N]`, and of t times the numbers; both are `[D, N]`."""
-    pairs = torch.view_as_real(rows)
-    ramp = torch.arange(len(rows), device=pairs.device, dtype=pairs.dtype)
+    pairs = torch.view_as_real(numbers)
+    ramp = torch.arange(len(numbers), device=pairs.device, dtype=pairs.dtype)
     sums = torch.stack((torch.ones_like(ramp), ramp)) @ pairs.flatten(1)
     first, second = torch.view_as_complex(sums.view(2, *pairs.shape[1:]))
     return first, second
 
 
-def _of_slopes(slopes: Tensor, grad_in: Tensor, grad_out: Tensor) -> list[Tensor]:
+def _gradients(slopes: Tensor, grad_in: Tensor, grad_out: Tensor) -> list[Tensor]:
     """Return the gradients of the coefficients.
 
     All arguments are complex derivatives; `slopes` is the derivative with respect to log q.

@@ -61,11 +61,11 @@ typedef struct {
     float *final;                   /* [S, D, N, P] or NULL */
     const float *grad_final;        /* [S, D, N, P] or NULL = 0 */
     float *grad_initial;            /* [S, D, N, P] or NULL */
-    float *grad_decay, *grad_phase; /* [R, N]: by log |q|, and by the angle of q (P = 2) */
+    float *grad_decay, *grad_radians; /* [R, N]: by log |q|, and by the angle of q in radians (P = 2) */
     float *grad_in, *grad_weight;   /* [R, N]; [R, N, P] */
     float *grad_skip;               /* [D] or NULL */
     int64_t sequences, length, channels, states;
-    int32_t parts, directions;
+    int32_t components, directions;
     int32_t shift;                  /* the second direction starts at the next position */
     int32_t silu;                   /* the result is silu(average + skip x) without the mask of x; otherwise with it, linear */
     int32_t half;                   /* x, out and gradient are bfloat16 */
@@ -82,7 +82,7 @@ typedef struct {
     const float *change, *in, *weight;  /* [D, M]: q - 1, p and w; complex: pairs, (p, 0) and (Re w, -Im w) */
     const float *skip;                  /* [D] or NULL */
     int64_t sequences, channels, numbers;
-    int32_t parts, silu, half;
+    int32_t components, silu, half;
 } Step;
 
 /* The coefficients of `damped_ema` from R N parameters each, and backwards the gradients of the parameters. */

@@ -29,7 +29,7 @@ VERSION = 1  # of native.c
 MANY_NUMBERS = 1 << 21
 
 AVERAGE_POINTERS = (
-    "x gradient out mask bounds q in weight skip initial final grad_final grad_initial grad_decay grad_phase grad_in "
+    "x gradient out mask bounds q in weight skip initial final grad_final grad_initial grad_decay grad_radians grad_in "
     "grad_weight grad_skip"
 ).split()
 DAMPED_POINTERS = (
@@ -44,7 +44,7 @@ class _Average(ctypes.Structure):
 
     _fields_ = [(name, ctypes.c_void_p) for name in AVERAGE_POINTERS] + [
         *((name, ctypes.c_int64) for name in ("sequences", "length", "channels", "states")),
-        *((name, ctypes.c_int32) for name in ("parts", "directions", "shift", "silu", "half", "threads")),
+        *((name, ctypes.c_int32) for name in ("components", "directions", "shift", "silu", "half", "threads")),
     ]
 
 
@@ -53,7 +53,7 @@ class _Step(ctypes.Structure):
 
     _fields_ = [(name, ctypes.c_void_p) for name in STEP_POINTERS] + [
         *((name, ctypes.c_int64) for name in ("sequences", "channels", "numbers")),
-        *((name, ctypes.c_int32) for name in ("parts", "silu", "half")),
+        *((name, ctypes.c_int32) for name in ("components", "silu", "half")),
     ]
 
 
@@ -150,15 +150,15 @@ def step(
     signal, state, change, weight_in, weight_out, mask, skip = _contiguous(signal, state, *coefficients, mask, skip)
     output, after = torch.empty_like(signal), torch.empty_like(state)
     (batch, channels), shape = x.shape, change.shape
-    of_row, of_state = (batch, channels), (batch, *shape)
+    x_shape, state_shape = (batch, channels), (batch, *shape)
     _call(
         "step",
-        _Step(sequences=batch, channels=channels, numbers=change.numel() // max(channels, 1), parts=len(shape) - 1,
+        _Step(sequences=batch, channels=channels, numbers=change.numel() // max(channels, 1), components=len(shape) - 1,
               silu=silu, half=signal.dtype == torch.bfloat16),
-        x=(signal, signal.dtype, of_row),
-        before=(state, torch.float32, of_state),
-        out=(output, signal.dtype, of_row),
-        after=(after, torch.float32, of_state),
+        x=(signal, signal.dtype, x_shape),
+        before=(state, torch.float32, state_shape),
+        out=(output, signal.dtype, x_shape),
+        after=(after, torch.float32, state_shape),
         mask=(mask, torch.bool, (batch,)),
         change=(change, torch.float32, shape),
         **{"in": (weight_in, torch.float32, shape)},
@@ -214,8 +214,8 @@ def _damped_coefficients(*parameters: Tensor) -> list[Tensor]:
     """Return q in float64, p and w of Mega's parameters."""
     decay, shape = torch.empty_like(parameters[0], dtype=torch.float64), parameters[0].shape
     weight_in, weight_out = map(torch.empty_like, parameters[:2])
-    of_weights = {"in": (weight_in, torch.float32, shape), "weight": (weight_out, torch.float32, shape)}
-    _damped(parameters, q=(decay, torch.float64, shape), **of_weights)
+    weights = {"in": (weight_in, torch.float32, shape), "weight": (weight_out, torch.float32, shape)}
+    _damped(parameters, q=(decay, torch.float64, shape), **weights)
     return [decay, weight_in, weight_out]
 
 
@@ -247,43 +247,46 @@ def _run(
 ) -> None:  # fmt: skip
     """Run the forward or the backward pass; `results` and the gradients of outputs have the names of native.c."""
     q, weight_in, weight_out = coefficients
-    (rows, states), channels, parts = weight_in.shape, x.shape[-1], weight_out.dim() - 1
+    (channel_rows, states), channels, components = weight_in.shape, x.shape[-1], weight_out.dim() - 1
     x, mask, skip, initial = _contiguous(x, mask, skip, initial)
     bounds = None if cu_seqlens is None else cu_seqlens.to(torch.int64).contiguous()
     sequences, length = x.shape[:2] if bounds is None else (len(bounds) - 1, 0)
     half, single = torch.bfloat16, torch.float32
     kind = half if x.dtype == half else single
-    if rows not in (channels, 2 * channels):
-        raise ValueError(f"moving_average has {channels} channels, but {rows} rows of coefficients")
-    of_rows, of_numbers = (rows, states), (rows, states, *weight_out.shape[2:])
-    of_states = (sequences, channels, *of_numbers[1:])
+    if channel_rows not in (channels, 2 * channels):
+        raise ValueError(f"moving_average has {channels} channels, but {channel_rows} rows of coefficients")
+    real_shape, number_shape, state_shape = (
+        weight_in.shape,
+        weight_out.shape,
+        (sequences, channels, *weight_out.shape[1:]),
+    )
     kinds: dict[str, tuple[torch.dtype, Any]] = {
         "gradient": (kind, x.shape),
         "out": (kind, x.shape),
-        "final": (single, of_states),
-        "grad_final": (single, of_states),
-        "grad_initial": (single, of_states),
-        "grad_decay": (single, of_rows),
-        "grad_phase": (single, of_rows),
-        "grad_in": (single, of_rows),
-        "grad_weight": (single, of_numbers),
+        "final": (single, state_shape),
+        "grad_final": (single, state_shape),
+        "grad_initial": (single, state_shape),
+        "grad_decay": (single, real_shape),
+        "grad_radians": (single, real_shape),
+        "grad_in": (single, real_shape),
+        "grad_weight": (single, number_shape),
         "grad_skip": (single, (channels,)),
     }
     _call(
         function,
         _Average(
-            sequences=sequences, length=length, channels=channels, states=states, parts=parts,
-            directions=rows // max(channels, 1), shift=shift, silu=silu, half=kind == half,
-            threads=torch.get_num_threads() if x.numel() * states * parts >= MANY_NUMBERS else 1,
+            sequences=sequences, length=length, channels=channels, states=states, components=components,
+            directions=channel_rows // max(channels, 1), shift=shift, silu=silu, half=kind == half,
+            threads=torch.get_num_threads() if x.numel() * states * components >= MANY_NUMBERS else 1,
         ),
         x=(x, kind, x.shape),
         mask=(mask, torch.bool, x.shape[:2]),
         bounds=(bounds, torch.int64, (sequences + 1,)),
-        q=(q, torch.float64, of_numbers),
-        **{"in": (weight_in, single, of_rows)},
-        weight=(weight_out, single, of_numbers),
+        q=(q, torch.float64, number_shape),
+        **{"in": (weight_in, single, real_shape)},
+        weight=(weight_out, single, number_shape),
         skip=(skip, single, (channels,)),
-        initial=(initial, single, of_states),
+        initial=(initial, single, state_shape),
         **{name: (tensor, *kinds[name]) for name, tensor in results.items()},
     )  # fmt: skip
 
@@ -301,10 +304,10 @@ def _forward(
     weight_out: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None, shift: bool, silu: bool, return_state: bool,
     fused: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    of = _coefficients(first, second, third, weight_out, fused)
-    output, state = _empty_outputs(x, of[2], cu_seqlens, return_state)
+    coefficients = _coefficients(first, second, third, weight_out, fused)
+    output, state = _empty_outputs(x, coefficients[2], cu_seqlens, return_state)
     final = state if return_state else None
-    _run("forward", x, mask, skip, of, initial, cu_seqlens, shift, silu, out=output, final=final)
+    _run("forward", x, mask, skip, coefficients, initial, cu_seqlens, shift, silu, out=output, final=final)
     return output, state
 
 
@@ -313,20 +316,20 @@ def _backward(
     second: Tensor | None, third: Tensor, weight_out: Tensor, initial: Tensor | None, cu_seqlens: Tensor | None,
     shift: bool, silu: bool, return_state: bool, fused: bool,
 ) -> list[Tensor | None]:  # fmt: skip
-    of = _coefficients(first, second, third, weight_out, fused)
-    _, p, w = of
+    coefficients = _coefficients(first, second, third, weight_out, fused)
+    _, p, w = coefficients
     like = (x, skip, p, p if w.dim() == 3 else None, p, w, initial)
     grads: list[Any] = [None if y is None else y.new_empty(y.shape) for y in like]
-    names = ("out", "grad_skip", "grad_decay", "grad_phase", "grad_in", "grad_weight", "grad_initial")
+    names = ("out", "grad_skip", "grad_decay", "grad_radians", "grad_in", "grad_weight", "grad_initial")
     gradient, grad_final = _contiguous(gradient, grad_final if return_state else None)
     results = dict(zip(names, grads, strict=True), gradient=gradient, grad_final=grad_final)
-    _run("backward", x, mask, skip, of, initial, cu_seqlens, shift, silu, **results)
-    grad_x, grad_skip, grad_log, grad_phase, grad_in, grad_weight, grad_initial = grads
+    _run("backward", x, mask, skip, coefficients, initial, cu_seqlens, shift, silu, **results)
+    grad_x, grad_skip, grad_log, grad_radians, grad_in, grad_weight, grad_initial = grads
     if fused:
         parameters = _contiguous(first, second, third, weight_out)
         return [grad_x, grad_skip, *_damped_gradients(parameters, grad_log, grad_in, grad_weight), grad_initial]
-    grad_turn = None if grad_phase is None else grad_phase.double() * (2 * math.pi)
-    return [grad_x, grad_skip, grad_log, grad_turn, grad_in, grad_weight, grad_initial]
+    grad_turns = None if grad_radians is None else grad_radians.double() * (2 * math.pi)
+    return [grad_x, grad_skip, grad_log, grad_turns, grad_in, grad_weight, grad_initial]
 
 
 def _formula(
@@ -335,14 +338,14 @@ def _formula(
     fused: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the outputs of `operator`, computed with operators of PyTorch."""
-    of = Coefficients(first, second, third, weight_out)
+    coefficients = Coefficients(first, second, third, weight_out)
     if fused:
         assert second is not None
         log_decay, p, w = damped_formula(first, second, third, weight_out)
-        of = Coefficients(log_decay, None, p, w)
+        coefficients = Coefficients(log_decay, None, p, w)
 
     def run(**call: Any) -> tuple[Tensor, Tensor | None]:
-        call |= {"coefficients": of, "skip": skip, "shift": shift}
+        call |= {"coefficients": coefficients, "skip": skip, "shift": shift}
         return formula.average(**call) if silu else both_directions(formula.average, **call)
 
     call = {"x": x, "sequences": Sequences(mask), "initial_state": initial, "return_state": return_state}
@@ -351,11 +354,11 @@ def _formula(
     bounds = values(cu_seqlens)
     if bounds is None:
         raise no_second_derivative("moving_average", " of varlen sequences without values")
-    if len(of.log_decay) == x.shape[-1]:
+    if len(coefficients.log_decay) == x.shape[-1]:
         return one_by_one(run, call, bounds, weight_out.shape, weight_out.dtype)
     slices = [slice(*pair) for pair in pairwise(bounds) if pair[0] < pair[1]]
     masks = [Sequences(None if mask is None else mask[:, i]) for i in slices]
-    runs = [run(**call | {"x": x[:, i], "sequences": row})[0] for i, row in zip(slices, masks, strict=True)]
+    runs = [run(**call | {"x": x[:, i], "sequences": kept})[0] for i, kept in zip(slices, masks, strict=True)]
     return torch.cat(runs, 1), None
 
 

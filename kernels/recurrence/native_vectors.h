@@ -33,7 +33,7 @@ typedef struct {
     V taps[2 * TILE];       /* k of lag l at TILE + l, of both directions, with the skip at lag 0 */
     V skip;
     D grad_taps[2 * TILE][2], grad_skip[2];
-    V *rows;                /* [length]: the gradients of the arguments of silu */
+    V *grad_silu;           /* [length]: the gradients of the arguments of silu */
     void *memory;
 } Work;
 
@@ -210,21 +210,21 @@ static TARGET void NAME(expand)(const V *power, const V *values, int64_t count, 
 /* Advance `rows` numbers of states from m on over some tiles: store w h before each tile in `start`, and h in `states` (or
  * NULL), and set h to q^size h + p S. */
 INLINE void NAME(advance_rows)(const Work *k, const Side *side, int64_t m, const V *in, V *start, V *states, int64_t size,
-                               const D *power, int direction, const int rows, const int tiles, const int parts) {
+                               const D *power, int direction, const int rows, const int tiles, const int components) {
     V sums[SUMS];
     int64_t M = k->numbers, first = direction ? 0 : size - 1;
     NAME(project)(side->power + m * POWERS + first, in, sums, direction ? 1 : -1, rows, tiles);
-    for (int row = 0; row < rows; row += parts, m += parts) {
-        V w = side->w[m], wi = side->w[m + parts - 1], p = side->p[m / parts], h, hi, add, addi;
+    for (int row = 0; row < rows; row += components, m += components) {
+        V w = side->w[m], wi = side->w[m + components - 1], p = side->p[m / components], h, hi, add, addi;
         D *state = side->state + 2 * m, z[4], q[4];
-        UNROLL for (int i = 0; i < 2 * parts; i++) { z[i] = state[i]; q[i] = power[2 * m + i]; }
+        UNROLL for (int i = 0; i < 2 * components; i++) { z[i] = state[i]; q[i] = power[2 * m + i]; }
         for (int i = 0; i < tiles; i++) {
             int tile = direction ? tiles - 1 - i : i;
             V *to = start + tile * M + m;
             h = JOIN(z[0], z[1]);
             add = p * sums[row * tiles + tile];
             if (states) states[tile * M + m] = h;
-            if (parts == 1) {
+            if (components == 1) {
                 to[0] = w * h;
                 UNROLL for (int half = 0; half < 2; half++) z[half] = q[half] * z[half] + NAME(widen)(&add, half);
                 continue;
@@ -240,18 +240,18 @@ INLINE void NAME(advance_rows)(const Work *k, const Side *side, int64_t m, const
                 z[half + 2] = q[half] * ri + (q[half + 2] * r + NAME(widen)(&addi, half));
             }
         }
-        UNROLL for (int i = 0; i < 2 * parts; i++) state[i] = z[i];
+        UNROLL for (int i = 0; i < 2 * components; i++) state[i] = z[i];
     }
 }
 
 static TARGET void NAME(advance)(const Work *k, const Side *side, const V *in, V *start, V *states, int64_t size,
                                  const D *power, int64_t tiles, int direction) {
     int64_t m = 0, M = k->numbers;
-#define ADVANCE(rows, tiles, parts) \
+#define ADVANCE(rows, tiles, components) \
     for (; m + rows <= M; m += rows) \
-        NAME(advance_rows)(k, side, m, in, start, states, size, power, direction, rows, tiles, parts)
-    if (k->call->parts == 1 && tiles == TILES) { ADVANCE(SUMS / TILES, TILES, 1); ADVANCE(1, TILES, 1); }
-    else if (k->call->parts == 1) { ADVANCE(1, 1, 1); }
+        NAME(advance_rows)(k, side, m, in, start, states, size, power, direction, rows, tiles, components)
+    if (k->call->components == 1 && tiles == TILES) { ADVANCE(SUMS / TILES, TILES, 1); ADVANCE(1, TILES, 1); }
+    else if (k->call->components == 1) { ADVANCE(1, 1, 1); }
     else if (tiles == TILES) { ADVANCE(SUMS / TILES, TILES, 2); ADVANCE(2, TILES, 2); }
     else { ADVANCE(2, 1, 2); }
 #undef ADVANCE
@@ -278,19 +278,19 @@ static TARGET void NAME(project_twice)(const Work *k, const Side *side, const V 
 
 /* Add the gradients of the coefficients in one of `tiles` tiles, from the states before it, S, S', A and B; store p G in
  * `end`, and set G to that before the tile. */
-INLINE void NAME(differentiate_parts)(const Work *k, const Side *side, const V *before, V *end, int64_t size, const D *power,
-                                      int64_t tile, int64_t tiles, const int parts) {
+INLINE void NAME(differentiate_components)(const Work *k, const Side *side, const V *before, V *end, int64_t size, const D *power,
+                                      int64_t tile, int64_t tiles, const int components) {
     V *grad_w = side->recent, *grad_log = grad_w + k->numbers, *grad_p = grad_log + k->numbers;
     float factor = (float)size;
     for (int64_t n = 0; n < k->call->states; n++) {
-        int64_t m = n * parts;
+        int64_t m = n * components;
         const V *x = side->of_x + 2 * m * tiles + tile, *g = side->of_g + 2 * m * tiles + tile;
         const D *r = power + 2 * m;
         D *z = side->adjoint + 2 * m;
         V G = JOIN(z[0], z[1]), q = JOIN(r[0], r[1]) * factor, w = side->w[m], p = side->p[n], h = before[m];
         V s = x[0], s2 = x[tiles], a = g[0], b = g[tiles];
         end[m] = p * G;
-        if (parts == 1) {
+        if (components == 1) {
             V add = w * a;
             grad_w[m] += a * h;
             grad_p[n] += G * s;
@@ -318,8 +318,8 @@ INLINE void NAME(differentiate_parts)(const Work *k, const Side *side, const V *
 
 static TARGET void NAME(differentiate)(const Work *k, const Side *side, const V *before, V *end, int64_t size, const D *power,
                                        int64_t tile, int64_t tiles) {
-    if (k->call->parts == 1) NAME(differentiate_parts)(k, side, before, end, size, power, tile, tiles, 1);
-    else NAME(differentiate_parts)(k, side, before, end, size, power, tile, tiles, 2);
+    if (k->call->components == 1) NAME(differentiate_components)(k, side, before, end, size, power, tile, tiles, 1);
+    else NAME(differentiate_components)(k, side, before, end, size, power, tile, tiles, 2);
 }
 
 /* Add the gradients in the last tiles to those of all. */
@@ -332,7 +332,7 @@ static TARGET void NAME(flush)(const Work *k, const Side *side) {
 
 /* Return q^size. */
 static TARGET const D *NAME(power_of)(const Work *k, const Side *side, int64_t size) {
-    int P = k->call->parts;
+    int P = k->call->components;
     if (size == TILE) return side->last;
     for (int64_t m = 0; m < k->numbers; m += P) for (int half = 0; half < 2; half++) {
         D *to = side->rest + 2 * m + half, q = side->q[2 * m + half], r = q - q, a = r + 1.0, b = r;
@@ -353,7 +353,7 @@ static TARGET void NAME(set_states)(const Work *k, D *to, const float *from, int
     memset(to, 0, (size_t)(2 * k->numbers) * sizeof(D));
     for (int64_t l = 0; from && l < k->lanes; l++) for (int64_t m = 0; m < k->numbers; m++) {
         double value = from[(sequence * k->call->channels + k->first + l) * k->numbers + m];
-        ((double *)to)[m * LANES + l] = k->call->parts == 2 && m % 2 ? sign * value : value;
+        ((double *)to)[m * LANES + l] = k->call->components == 2 && m % 2 ? sign * value : value;
     }
 }
 
@@ -361,7 +361,7 @@ static TARGET void NAME(get_states)(const Work *k, const D *from, float *to, int
     for (int64_t l = 0; to && l < k->lanes; l++) for (int64_t m = 0; m < k->numbers; m++) {
         double value = ((const double *)from)[m * LANES + l];
         to[(sequence * k->call->channels + k->first + l) * k->numbers + m] =
-            (float)(k->call->parts == 2 && m % 2 ? sign * value : value);
+            (float)(k->call->components == 2 && m % 2 ? sign * value : value);
     }
 }
 
@@ -445,7 +445,7 @@ static TARGET void NAME(scan_again)(Work *k, int64_t sequence, int64_t first, in
         NAME(load_rows)(k, gradient, c->gradient, NULL, t, rows, tiles);
         if (c->silu) {
             NAME(through_silu)(k, t, i, rows, tiles, x, gradient);
-            memcpy(k->rows + i * TILE, gradient, (size_t)rows * sizeof(V));
+            memcpy(k->grad_silu + i * TILE, gradient, (size_t)rows * sizeof(V));
         }
         if (c->directions == 1) continue;
         NAME(project_twice)(k, other, x, other->of_x, INWARD(1), tiles);
@@ -473,7 +473,7 @@ static TARGET void NAME(backward_sequence)(Work *k, int64_t sequence) {
         int64_t t = first + start * TILE, before = t - tiles * TILE;
         NAME(load_rows)(k, x, c->x, c->mask, t, rows, tiles);
         if (c->silu) {
-            memcpy(gradient, k->rows + start * TILE, (size_t)rows * sizeof(V));
+            memcpy(gradient, k->grad_silu + start * TILE, (size_t)rows * sizeof(V));
             memset(gradient + rows, 0, (size_t)(tiles * TILE - rows) * sizeof(V));
         } else NAME(load_rows)(k, gradient, c->gradient, NULL, t, rows, tiles);
         NAME(project_twice)(k, side, x, side->of_x, INWARD(0), tiles);
@@ -499,7 +499,7 @@ static TARGET void NAME(backward_sequence)(Work *k, int64_t sequence) {
 /* Load the coefficients of a block of channels, and compute powers and taps. */
 static TARGET void NAME(prepare)(Work *k, int64_t block) {
     const Call *c = k->call;
-    int64_t N = c->states, P = c->parts, M = k->numbers;
+    int64_t N = c->states, P = c->components, M = k->numbers;
     D taps[2 * TILE][2];
     memset(taps, 0, sizeof taps);
     k->block = block;
@@ -549,7 +549,7 @@ static TARGET void NAME(prepare)(Work *k, int64_t block) {
 /* Add the gradients of the taps to those of the coefficients. */
 static TARGET void NAME(finish)(Work *k) {
     const Call *c = k->call;
-    int64_t P = c->parts, M = k->numbers;
+    int64_t P = c->components, M = k->numbers;
     for (int direction = 0; direction < c->directions; direction++) {
         Side *side = &k->side[direction];
         for (int64_t m = 0; m < M; m += P) for (int half = 0; half < 2; half++) {
@@ -601,13 +601,13 @@ static TARGET int64_t NAME(lay_out)(Work *k, V *memory, int64_t longest, int gra
         TAKE(side->states, all);
         if (direction) { TAKE(side->ends, all); }
     }
-    if (gradients && c->silu) { TAKE(k->rows, longest); }
+    if (gradients && c->silu) { TAKE(k->grad_silu, longest); }
 #undef TAKE
     return used;
 }
 
 static TARGET int NAME(open)(Work *k, const Call *c, int gradients) {
-    int64_t longest = 0, M = c->states * c->parts;
+    int64_t longest = 0, M = c->states * c->components;
     *k = (Work){.call = c, .block = -1, .numbers = M};
     for (int64_t s = 0; s < c->sequences; s++) {
         int64_t length = first_of(c, s + 1) - first_of(c, s);
@@ -659,7 +659,7 @@ static TARGET int NAME(backward_work)(Job *job) {
 /* Write the gradients of the coefficients of a block of channels: add the sums of its units in their order. */
 static void NAME(reduce)(const Job *job, int64_t block) {
     const Call *c = job->call;
-    int64_t N = c->states, P = c->parts, M = N * P, first = block * LANES, lanes = least(LANES, c->channels - first);
+    int64_t N = c->states, P = c->components, M = N * P, first = block * LANES, lanes = least(LANES, c->channels - first);
     double *sums = job->totals + block * job->groups * job->size;
     for (int64_t i = job->size; i < job->groups * job->size; i++) sums[i % job->size] += sums[i];
     for (int direction = 0; direction < c->directions; direction++, sums += (2 * M + N) * LANES)
@@ -670,7 +670,7 @@ static void NAME(reduce)(const Job *job, int64_t block) {
             c->grad_in[row] = (float)sums[(2 * M + n) * LANES + l];
             if (P == 1) continue;
             c->grad_weight[row * 2 + 1] = (float)-sums[at + LANES];
-            c->grad_phase[row] = (float)-sums[M * LANES + at + LANES];
+            c->grad_radians[row] = (float)-sums[M * LANES + at + LANES];
         }
     for (int64_t l = 0; c->grad_skip && l < lanes; l++) c->grad_skip[first + l] = (float)sums[l];
 }
@@ -684,7 +684,7 @@ static int NAME(backward)(const Call *c) {
     int64_t blocks = (c->channels + LANES - 1) / LANES, wanted = least(c->sequences, LEAST_UNITS / (blocks + 1));
     Job job = {.call = c, .groups = wanted > 1 ? wanted : 1, .work = NAME(backward_work)};
     job.units = blocks * job.groups;
-    job.size = (c->directions * (2 * c->parts + 1) * c->states + 1) * LANES;
+    job.size = (c->directions * (2 * c->components + 1) * c->states + 1) * LANES;
     size_t bytes = (size_t)(job.units * job.size) * sizeof(double);
     if (posix_memalign((void **)&job.totals, 64, bytes + 64)) return 1;
     memset(job.totals, 0, bytes);
@@ -704,7 +704,7 @@ static TARGET int NAME(step)(const Step *s) {
         for (int64_t m = 0; m < M; m += LANES) {
             int64_t lanes = least(LANES, M - m);
             V h = NAME(load)(s->before, at * M + m, lanes, 0), q = NAME(load)(s->change, d * M + m, lanes, 0), change = q * h;
-            if (s->parts == 2) {
+            if (s->components == 2) {
                 V re, im, other;
                 UNROLL for (int l = 0; l < LANES; l++) {
                     re[l] = q[l & ~1];

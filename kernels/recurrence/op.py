@@ -64,8 +64,7 @@ class Recurrence(NamedTuple):
         return Op(f"{self.name}_step", backends, limits, native_unsupported=native.unsupported)
 
     def _run(self, run: Callable[..., Any], **call: Any) -> tuple[Tensor, Tensor | None]:
-        result: tuple[Tensor, Tensor | None] = run(**with_coefficients(self.coefficients, **call))
-        return result
+        return run(**with_coefficients(self.coefficients, **call))
 
     def _in_torch(self, **call: Any) -> tuple[Tensor, Tensor | None]:
         return torch_backend.average(**call) if self.silu else both_directions(torch_backend.average, **call)
@@ -95,12 +94,11 @@ class Recurrence(NamedTuple):
         from . import triton_ops
 
         if "triton" in self.fused:
-            return triton_ops.average(**call)
-        return both_directions(triton_ops.of_coefficients, **with_coefficients(self.coefficients, **call))
+            return triton_ops.average(coefficients=call.pop("parameters"), **call)
+        return both_directions(triton_ops.average, **with_coefficients(self.coefficients, **call))
 
     def _run_step(self, run: Callable[..., Any], **call: Any) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = run(**with_coefficients(self._step_coefficients, **call), silu=self.silu)
-        return result
+        return run(**with_coefficients(self._step_coefficients, **call), silu=self.silu)
 
     def _step_coefficients(self, *parameters: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return step_coefficients(self.coefficients(*parameters))
@@ -123,27 +121,32 @@ class Recurrence(NamedTuple):
             return triton_ops.step(**with_coefficients(self._step_coefficients, **call))
         return triton_ops.step(call["x"], call["state"].float(), call["parameters"], call["skip"], call["mask"])
 
-    def run(self, op: Op, backend: str | None, call: Arguments) -> Any:
+    def run(
+        self, op: Op, backend: str | None, x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None,
+        sequences: Sequences, initial_state: Any, return_state: bool, shift: bool = False,
+        truncation: int | None = None,
+    ) -> Any:  # fmt: skip
         """Return the output of a checked call, and with `return_state` the states, as a tuple."""
-        lengths = call["sequences"].lengths
-        if lengths is not None:
-            return self._after_lengths(lambda **call: op(backend, call), call, lengths)
+        call: Arguments = {"x": x, "parameters": parameters, "skip": skip, "sequences": sequences, "shift": shift}
+        call |= {"truncation": truncation, "initial_state": initial_state, "return_state": return_state}
+        if sequences.lengths is not None:
+            return self._after_lengths(lambda **call: op(backend, call), call, sequences.lengths)
         output, state = op(backend, call)
-        return (output, state) if call["return_state"] else output
+        return (output, state) if return_state else output
 
     def _after_lengths(self, run: Callable[..., Any], call: Arguments, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output of a call, and the states after `lengths` `[B]` positions; the mask drops later ones."""
         sequences = call["sequences"]._replace(lengths=None)
         output, _ = run(**call | {"sequences": sequences, "return_state": False})
-        # Align the rows to the end: dropped positions before the first token leave the zero state unchanged.
-        rows = {"x": to_end(call["x"], lengths), "sequences": Sequences(to_end(sequences.mask, lengths))}
-        _, state = run(**call | rows | {"skip": None, "initial_state": None, "return_state": True})
+        # Align the sequences to the end: dropped positions before the first token leave the zero state unchanged.
+        aligned = {"x": to_end(call["x"], lengths), "sequences": Sequences(to_end(sequences.mask, lengths))}
+        _, state = run(**call | aligned | {"skip": None, "initial_state": None, "return_state": True})
         initial, dtype = call["initial_state"], upcast_dtype(call["x"], *call["parameters"])
         if initial is None:
             return output, state
         with without_autocast(state.device.type):
             coefficients = self.coefficients(*(parameter.to(dtype) for parameter in call["parameters"]))
-            decays = powers(coefficients.log_decay, coefficients.turn, lengths).permute(3, 0, 1, 2)
+            decays = powers(coefficients.log_decay, coefficients.turns, lengths).permute(3, 0, 1, 2)
             return output, state + times(decays, initial.to(dtype).reshape(decays.shape)).reshape(state.shape)
 
 

@@ -25,30 +25,33 @@ def average(
     At a dropped position x_t = 0. With a truncation K, only the last K inputs contribute to h_t. With `silu`, the skip
     uses x without the mask, and the result is silu(y).
     """
-    of, channels, mask = coefficients, x.shape[2], sequences.mask
-    signal = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).to(of.log_decay.dtype)
-    y, state = _direction(signal, of.rows(slice(channels)), truncation, initial_state)
-    if len(of.log_decay) > channels:
-        from_end, _ = _direction(signal.flip(1), of.rows(slice(channels, None)), truncation, None)
+    channels, mask = x.shape[2], sequences.mask
+    signal = (x if mask is None else x.masked_fill(~mask[..., None], 0.0)).to(coefficients.log_decay.dtype)
+    y, state = _direction(signal, coefficients.channel_rows(slice(channels)), truncation, initial_state)
+    if len(coefficients.log_decay) > channels:
+        from_end, _ = _direction(signal.flip(1), coefficients.channel_rows(slice(channels, None)), truncation, None)
         from_end = from_end.flip(1)
         # The shifted average starts at the next position.
         y = y + (nn.functional.pad(from_end[:, 1:], (0, 0, 0, 1)) if shift else from_end)
     return add_skip(y, x if silu else signal, skip, silu).to(x.dtype), state if return_state else None
 
 
-def _direction(x: Tensor, of: Coefficients, truncation: int | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
+def _direction(
+    x: Tensor, coefficients: Coefficients, truncation: int | None, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the result of one direction, without a skip, and the final state."""
-    decay, change, weight_out = torch.exp(of.log_decay), torch.expm1(of.log_decay), of.weight_out
-    if of.turn is not None:
-        decay, weight_out = torch.polar(decay, (of.turn * (2 * math.pi)).to(decay.dtype)), as_complex(weight_out)
+    log_decay, turns, weight_in, weight_out = coefficients
+    decay, change = torch.exp(log_decay), torch.expm1(log_decay)
+    if turns is not None:
+        decay, weight_out = torch.polar(decay, (turns * (2 * math.pi)).to(decay.dtype)), as_complex(weight_out)
     hidden = decay.new_zeros(len(x), *decay.shape) if state is None else _number(state, decay)
     outputs = []
     for t in range(x.shape[1]):
         # The rounding error of a q close to 1 would accumulate over the positions, so real states add (q - 1) h.
         decayed = decay * hidden if decay.is_complex() else hidden + change * hidden
-        hidden = decayed + of.weight_in * x[:, t, :, None]
+        hidden = decayed + weight_in * x[:, t, :, None]
         if truncation is not None and t >= truncation:
-            hidden = hidden - decay**truncation * of.weight_in * x[:, t - truncation, :, None]
+            hidden = hidden - decay**truncation * weight_in * x[:, t - truncation, :, None]
         outputs.append((weight_out * hidden).real.sum(-1))
     return torch.stack(outputs, 1), _real(hidden)
 

@@ -17,15 +17,15 @@ def both_directions(
     sequences: Sequences, **call: Any,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Call `average`, and add the linear skip of real states and the second direction of complex states."""
-    of, channels, mask = coefficients, x.shape[2], sequences.mask
-    if skip is None if of.turn is None else len(of.log_decay) == channels:
-        return average(x, of, skip, sequences, **call)
-    wide = x.to(of.log_decay.dtype)  # rounded only after the sum of both terms
-    if of.turn is None and skip is not None:
-        output, state = average(wide, of, None, sequences, **call)
+    channels, mask = x.shape[2], sequences.mask
+    if skip is None if coefficients.turns is None else len(coefficients.log_decay) == channels:
+        return average(x, coefficients, skip, sequences, **call)
+    wide = x.to(coefficients.log_decay.dtype)  # rounded only after the sum of both terms
+    if coefficients.turns is None and skip is not None:
+        output, state = average(wide, coefficients, None, sequences, **call)
         signal = wide if mask is None else wide.masked_fill(~mask[..., None], 0.0)
         return torch.addcmul(output, skip, signal).to(x.dtype), state
-    first, second = of.rows(slice(channels)), of.rows(slice(channels, None))
+    first, second = coefficients.channel_rows(slice(channels)), coefficients.channel_rows(slice(channels, None))
     output, _ = average(wide, first, skip, sequences, **call)
     bounds = None if sequences.bounds is None else x.shape[1] - sequences.bounds.flip(0)
     reversed_order = sequences._replace(mask=None if mask is None else mask.flip(1), bounds=bounds)

@@ -4,6 +4,7 @@ The lag weights are real. A complex state is stored as alternating real and imag
 """
 
 import functools
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ MANY_POSITIONS = 512
 # number of channels in a block.
 BLOCK, LEAST_CHANNELS = 1 << 18, 32
 INPUTS = (
-    "Tensor x, Tensor? mask, Tensor? skip, Tensor log_decay, Tensor? turn, Tensor weight_in, Tensor weight_out, "
+    "Tensor x, Tensor? mask, Tensor? skip, Tensor log_decay, Tensor? turns, Tensor weight_in, Tensor weight_out, "
     "Tensor? initial, SymInt chunk, SymInt length, bool shift"
 )
 
@@ -82,19 +83,20 @@ def step(
     return y if y.dtype == x.dtype else y.to(x.dtype), state
 
 
-def _final_state(x: Tensor, mask: Tensor | None, of: Coefficients, last: Tensor, chunk: int) -> Tensor:
+def _final_state(x: Tensor, mask: Tensor | None, coefficients: Coefficients, last: Tensor, chunk: int) -> Tensor:
     """Return the state after the last position, from the state before the last chunk, which may be incomplete."""
     rest = (x.shape[1] - 1) % chunk + 1
     exponents = torch.arange(rest - 1, -1, -1, device=x.device)
-    input_map = (of.weight_in[..., None, None] * powers(of.log_decay, of.turn, exponents)).flatten(1, 2)
+    log_decay, turns, weight_in, _ = coefficients
+    input_map = (weight_in[..., None, None] * powers(log_decay, turns, exponents)).flatten(1, 2)
     x = x[:, -rest:]
     if mask is not None:
         x = x.masked_fill(~mask[:, -rest:, None], 0.0)
     # Not a matrix product: `backward()` under autocast would compute its gradients in half precision.
-    of_chunk = (input_map * x.to(input_map.dtype).mT[:, :, None]).sum(-1)
-    last, of_chunk = (states.unflatten(2, (-1, of.components)) for states in (last, of_chunk))
-    state = last + times(powers_less_one(of.log_decay, of.turn, rest), last) + of_chunk
-    return state if of.components > 1 else state.squeeze(-1)
+    gained = (input_map * x.to(input_map.dtype).mT[:, :, None]).sum(-1)
+    last, gained = (states.unflatten(2, (-1, coefficients.components)) for states in (last, gained))
+    state = last + times(powers_less_one(log_decay, turns, rest), last) + gained
+    return state if coefficients.components > 1 else state.squeeze(-1)
 
 
 @functools.lru_cache
@@ -138,8 +140,8 @@ def _lag_sums(products: Tensor, center: int) -> Tensor:
     """Return the sums over the diagonals (the transpose of `toeplitz`)."""
     chunk = products.shape[-1]
     # With 2 C - 1 columns instead of 2 C, each row starts one column further right.
-    rows = nn.functional.pad(products.flip(1), (0, chunk)).flatten(1)[:, : chunk * (2 * chunk - 1)]
-    sums = rows.view(-1, chunk, 2 * chunk - 1).sum(1)
+    skewed = nn.functional.pad(products.flip(1), (0, chunk)).flatten(1)[:, : chunk * (2 * chunk - 1)]
+    sums = skewed.view(-1, chunk, 2 * chunk - 1).sum(1)
     return nn.functional.pad(sums, (center - chunk + 1, 0))
 
 
@@ -154,9 +156,9 @@ def _scan_chunks(chunk_states: Tensor, decay: Tensor, first: float | Tensor, for
     carried[0] = first
     carried[1:, ..., forward] = chunk_states[:, :, :-1, forward].permute(2, 0, 1, 3)
     carried[1:, ..., backward] = chunk_states[:, :, 1:, backward].flip(2).permute(2, 0, 1, 3)
-    rows, decay = _numbers(carried, decay).unbind(0), decay[:, None]
-    for before, row in zip(rows[:-1], rows[1:], strict=True):
-        row.add_(before).addcmul_(before, decay)
+    states, decay = _numbers(carried, decay).unbind(0), decay[:, None]
+    for before, after in pairwise(states):
+        after.add_(before).addcmul_(before, decay)
     chunk_states[..., forward] = carried[..., forward].permute(1, 2, 0, 3)
     chunk_states[..., backward] = carried[..., backward].flip(0).permute(1, 2, 0, 3)
     return chunk_states
@@ -191,9 +193,9 @@ def _scan(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the average of chunks `[D, B, chunks, C]` in the same shape, and the state before the last chunk."""
     states = _states(chunks, input_map, decay, initial, _directions(input_map, center))
-    rows = chunks.flatten(1, 2) @ toeplitz(taps, center, chunks.shape[-1])
-    rows.baddbmm_(states.flatten(1, 2), output_map)
-    return rows.view(chunks.shape), states[:, :, -1]
+    outputs = chunks.flatten(1, 2) @ toeplitz(taps, center, chunks.shape[-1])
+    outputs.baddbmm_(states.flatten(1, 2), output_map)
+    return outputs.view(chunks.shape), states[:, :, -1]
 
 
 def _scan_backward(
@@ -202,8 +204,8 @@ def _scan_backward(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     forward, backward = _directions(input_map, center)
     states = _states(chunks, input_map, decay, initial, (forward, backward))
-    rows, grad_rows = chunks.flatten(1, 2), gradient.flatten(1, 2)
-    from_output = (grad_rows @ output_map.mT).view(states.shape)
+    inputs, grad_outputs = chunks.flatten(1, 2), gradient.flatten(1, 2)
+    from_output = (grad_outputs @ output_map.mT).view(states.shape)
     if grad_last is not None:
         from_output[:, :, -1] += grad_last.transpose(0, 1)
     decay, from_first = decay.conj_physical(), from_output[:, :, 0].clone()
@@ -212,10 +214,10 @@ def _scan_backward(
     grad_initial = from_first + _pairs(torch.addcmul(first, first, decay[:, None]))
     states, grad_states = states.flatten(1, 2), grad_states.flatten(1, 2)
     grad_decay = _decay_gradient(grad_states, states) if decay.is_complex() else (grad_states * states).sum(1)
-    grad_chunks = grad_rows @ toeplitz(taps, center, chunks.shape[-1]).mT
+    grad_chunks = grad_outputs @ toeplitz(taps, center, chunks.shape[-1]).mT
     grad_chunks.baddbmm_(grad_states, input_map)
-    grad_taps = _lag_sums(rows.mT @ grad_rows, center)
-    grad_input_map, grad_output_map = grad_states.mT @ rows, states.mT @ grad_rows
+    grad_taps = _lag_sums(inputs.mT @ grad_outputs, center)
+    grad_input_map, grad_output_map = grad_states.mT @ inputs, states.mT @ grad_outputs
     return grad_chunks.view(chunks.shape), grad_taps, grad_input_map, grad_output_map, grad_decay, grad_initial
 
 
@@ -241,20 +243,20 @@ def _blocks(x: Tensor) -> list[slice]:
     return [slice(start, min(start + size, channels)) for start in range(0, channels, size)]
 
 
-def _rows(x: Tensor, mask: Tensor | None, multiple: int) -> Tensor:
+def _channels_first(x: Tensor, mask: Tensor | None, chunk: int) -> Tensor:
     """Return x `[B, T, D]` as `[D, B, T']` with 0 at masked positions and at the end.
 
-    T' is the next multiple of `multiple`.
+    T' is T or, with chunks, the next multiple of their length.
     """
     if mask is not None:
         x = x.masked_fill(~mask[..., None], 0.0)
-    x = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % multiple)).contiguous()
+    x = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % max(chunk, 1))).contiguous()
     # Transposing a contiguous matrix is four times as fast as copying a permuted slice.
     return x.flatten(0, 1).t().contiguous().view(x.shape[2], *x.shape[:2])
 
 
 def _maps(
-    of: Coefficients, skip: Tensor | None, channels: int, chunk: int, length: int, shift: bool
+    coefficients: Coefficients, skip: Tensor | None, channels: int, chunk: int, length: int, shift: bool
 ) -> tuple[Tensor, list[Any], list[Tensor]]:
     """Return the lag weights, the chunk matrices (None without chunks), and tables for the backward pass.
 
@@ -262,78 +264,79 @@ def _maps(
     """
     maps: list[Any]
     if chunk:
-        taps, *maps, kept = lag_tables.chunk_maps(of, channels, chunk, shift)
+        taps, *maps, kept = lag_tables.chunk_maps(coefficients, channels, chunk, shift)
     else:
-        taps, kept = lag_tables.lags(of, channels, length, shift)
+        taps, kept = lag_tables.lags(coefficients, channels, length, shift)
         maps = [None, None, None]
-    if of.turn is not None and skip is not None:
+    if coefficients.turns is not None and skip is not None:
         taps = taps.clone()
         taps[:, 0] += skip
     return taps, maps, kept
 
 
-def _keep(of: Coefficients, taps: Tensor, maps: list[Any], kept: list[Tensor]) -> list[Tensor]:
+def _keep(coefficients: Coefficients, taps: Tensor, maps: list[Any], kept: list[Tensor]) -> list[Tensor]:
     """Return the results of `_maps` to store for the backward pass: all for real states, none for complex states."""
-    return [taps, *(table for table in maps if table is not None), *kept] if of.turn is None else []
+    return [taps, *(table for table in maps if table is not None), *kept] if coefficients.turns is None else []
 
 
 def _average(
-    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor,
+    x: Tensor, mask: Tensor | None, skip: Tensor | None, log_decay: Tensor, turns: Tensor | None, weight_in: Tensor,
     weight_out: Tensor, initial: Tensor | None, chunk: int, length: int, shift: bool,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     """Return the result, the argument of silu, the states before the last chunk, and tables for the backward pass.
 
     All except the result may be empty.
     """
-    of, channels = Coefficients(log_decay, turn, weight_in, weight_out), x.shape[2]
-    taps, maps, kept = _maps(of, skip, channels, chunk, length, shift)
-    center = lag_tables.center(of, channels, chunk or length, shift)
+    coefficients, channels = Coefficients(log_decay, turns, weight_in, weight_out), x.shape[2]
+    taps, maps, kept = _maps(coefficients, skip, channels, chunk, length, shift)
+    center = lag_tables.center(coefficients, channels, chunk or length, shift)
     average = torch.empty(x.shape, dtype=taps.dtype, device=x.device)
     last = taps.new_empty((x.shape[0], channels, maps[0].shape[1]) if chunk else 0)
     for block in _blocks(x):
-        rows = _rows(x[..., block].to(taps.dtype), mask, max(chunk, 1))
+        signal = _channels_first(x[..., block].to(taps.dtype), mask, chunk)
         if not chunk:
-            rows = _convolve(rows, taps[block], center, _circle(rows, taps, center))
+            signal = _convolve(signal, taps[block], center, _circle(signal, taps, center))
         else:
-            rows, state = _scan(rows.unflatten(-1, (-1, chunk)), taps[block], center, *_of_block(block, maps, initial))
-            rows, last[:, block] = rows.flatten(2), state.transpose(0, 1)
-        average[..., block] = rows[..., : x.shape[1]].permute(1, 2, 0)
-    if skip is None or turn is not None:
+            chunks = signal.unflatten(-1, (-1, chunk))
+            chunks, state = _scan(chunks, taps[block], center, *_block_maps(block, maps, initial))
+            signal, last[:, block] = chunks.flatten(2), state.transpose(0, 1)
+        average[..., block] = signal[..., : x.shape[1]].permute(1, 2, 0)
+    if skip is None or turns is not None:
         result, average = average.to(x.dtype), taps.new_empty(0)
     else:
         average.addcmul_(skip, x)
         result = nn.functional.silu(average).to(x.dtype)
-    return result, average, last, _keep(of, taps, maps, kept)
+    return result, average, last, _keep(coefficients, taps, maps, kept)
 
 
 def _average_fake(
-    x: Tensor, skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor, weight_out: Tensor,
+    x: Tensor, skip: Tensor | None, log_decay: Tensor, turns: Tensor | None, weight_in: Tensor, weight_out: Tensor,
     chunk: int, length: int, shift: bool, **_: object,
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    average = log_decay.new_empty(0 if skip is None or turn is not None else x.shape)
+    average = log_decay.new_empty(0 if skip is None or turns is not None else x.shape)
     states, kept = weight_out.numel() // x.shape[2], list[Tensor]()
-    if turn is None:
-        of = Coefficients(log_decay, turn, weight_in, weight_out)
-        kept = _keep(of, *_maps(of, None, x.shape[2], chunk, length, shift))
+    if turns is None:
+        coefficients = Coefficients(log_decay, turns, weight_in, weight_out)
+        kept = _keep(coefficients, *_maps(coefficients, None, x.shape[2], chunk, length, shift))
     last = log_decay.new_empty((x.shape[0], x.shape[2], states) if chunk else 0)
     return x.new_empty(x.shape), average, last, kept
 
 
 def _average_backward(
     gradient: Tensor, grad_last: Tensor | None, average: Tensor, kept: list[Tensor], x: Tensor, mask: Tensor | None,
-    skip: Tensor | None, log_decay: Tensor, turn: Tensor | None, weight_in: Tensor, weight_out: Tensor,
+    skip: Tensor | None, log_decay: Tensor, turns: Tensor | None, weight_in: Tensor, weight_out: Tensor,
     initial: Tensor | None, chunk: int, length: int, shift: bool,
 ) -> list[Tensor | None]:  # fmt: skip
     """Return the gradients of x, skip, the coefficients and initial; None for arguments that are None."""
-    of, (channels, dtype) = Coefficients(log_decay, turn, weight_in, weight_out), (x.shape[2], log_decay.dtype)
+    coefficients, channels, dtype = Coefficients(log_decay, turns, weight_in, weight_out), x.shape[2], log_decay.dtype
     if kept:
         taps, *kept = kept
         maps: list[Any] = kept[:3] if chunk else [None] * 3
         kept = kept[3:] if chunk else kept
     else:
-        taps, maps, kept = _maps(of, skip, channels, chunk, length, shift)
-    center = lag_tables.center(of, channels, chunk or length, shift)
-    gate = skip if turn is None else None
+        taps, maps, kept = _maps(coefficients, skip, channels, chunk, length, shift)
+    center = lag_tables.center(coefficients, channels, chunk or length, shift)
+    gate = skip if turns is None else None
     like = (x, skip, initial, taps, *maps)
     empty: list[Any] = [None if tensor is None else tensor.new_empty(tensor.shape) for tensor in like]
     grad_x, grad_skip, grad_initial, grad_taps, *grad_maps = empty
@@ -342,37 +345,38 @@ def _average_backward(
         if gate is not None:
             grad_average = torch.ops.aten.silu_backward(grad_average, average[..., block])
             grad_skip[block] = (grad_average * inputs).sum((0, 1))
-        rows, grad_rows = (_rows(*pair, max(chunk, 1)) for pair in ((inputs, mask), (grad_average, None)))
+        signal = _channels_first(inputs, mask, chunk)
+        grad_signal = _channels_first(grad_average, None, chunk)
         if not chunk:
-            through, grad_taps[block] = _convolve_backward(grad_rows, rows, taps[block], center)
+            grad_signal, grad_taps[block] = _convolve_backward(grad_signal, signal, taps[block], center)
         else:
-            through, grad_taps[block], *of_maps, of_initial = _scan_backward(
-                grad_rows.unflatten(-1, (-1, chunk)),
+            grad_signal, grad_taps[block], *block_grads, block_initial = _scan_backward(
+                grad_signal.unflatten(-1, (-1, chunk)),
                 None if grad_last is None else grad_last[:, block],
-                rows.unflatten(-1, (-1, chunk)),
+                signal.unflatten(-1, (-1, chunk)),
                 taps[block],
                 center,
-                *_of_block(block, maps, initial),
+                *_block_maps(block, maps, initial),
             )
-            for grad, value in zip(grad_maps, of_maps, strict=True):
+            for grad, value in zip(grad_maps, block_grads, strict=True):
                 grad[block] = value.view_as(grad[block])
             if initial is not None:
-                grad_initial[:, block] = of_initial.transpose(0, 1)
-            through = through.flatten(2)
-        grad_block = through[..., : x.shape[1]].permute(1, 2, 0)
+                grad_initial[:, block] = block_initial.transpose(0, 1)
+            grad_signal = grad_signal.flatten(2)
+        grad_block = grad_signal[..., : x.shape[1]].permute(1, 2, 0)
         if mask is not None:
             grad_block = grad_block.masked_fill(~mask[..., None], 0.0)
         grad_x[..., block] = grad_block if gate is None else torch.addcmul(grad_block, grad_average, gate[block])
     if chunk:
-        grads = lag_tables.chunk_maps_backward(of, channels, chunk, shift, kept, grad_taps, *grad_maps)
+        grads = lag_tables.chunk_maps_backward(coefficients, channels, chunk, shift, kept, grad_taps, *grad_maps)
     else:
-        grads = lag_tables.lags_backward(of, channels, length, shift, kept, grad_taps)
-    if turn is not None and skip is not None:
+        grads = lag_tables.lags_backward(coefficients, channels, length, shift, kept, grad_taps)
+    if turns is not None and skip is not None:
         grad_skip = grad_taps[:, 0].clone()
     return [grad_x, grad_skip, *grads, grad_initial]
 
 
-def _of_block(block: slice, maps: list[Any], initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _block_maps(block: slice, maps: list[Any], initial: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     input_map, output_map, decay = (table[block] for table in maps)
     decay = torch.view_as_complex(decay) if decay.dim() == 3 else decay
     return input_map, output_map, decay, None if initial is None else initial[:, block]
@@ -387,8 +391,8 @@ def flops(states: int, is_complex: bool) -> tuple[int, int]:
     return 2 * states * (update + output), 2 * states * (3 * update + 2 * output)
 
 
-def _flops(x: Tensor, log_decay: Tensor, turn: Tensor | None, **_: object) -> tuple[int, int]:
-    return flops(x.shape[0] * x.shape[1] * log_decay.numel(), turn is not None)
+def _flops(x: Tensor, log_decay: Tensor, turns: Tensor | None, **_: object) -> tuple[int, int]:
+    return flops(x.shape[0] * x.shape[1] * log_decay.numel(), turns is not None)
 
 
 operator = register(
@@ -399,9 +403,9 @@ operator = register(
     _average_fake,
     _average_backward,
     flops=_flops,
-    differentiable=("x", "skip", "log_decay", "turn", "weight_in", "weight_out", "initial"),
+    differentiable=("x", "skip", "log_decay", "turns", "weight_in", "weight_out", "initial"),
     gradients={0: (), 2: ("skip", "weight_out")},
     saved="Tensor average, Tensor[] kept",
     save=lambda inputs, outputs: (outputs[1], list(outputs[3])),
-    formula=formula.of_operator,
+    formula=formula.operator,
 )

@@ -17,7 +17,7 @@ from . import coefficients
 
 BLOCK = 256
 LEAST = tl.constexpr(coefficients.LEAST)
-TURN = tl.constexpr(6.283185307179586)
+TWO_PI = tl.constexpr(6.283185307179586)
 
 
 @triton.jit
@@ -46,11 +46,11 @@ def _rates(input_logit, damping_logit):
 def _damped_kernel(
     input_logit, damping_logit, expansion, projection,  # [R, N]
     output,  # [3, N, R]
-    total, rows, scale,
+    total, channel_rows, scale,
     N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside, source = place < total, place % rows * N + place // rows
+    inside, source = place < total, place % channel_rows * N + place // channel_rows
     gate, _, _, log_q = _rates(_double(input_logit, source, inside), _double(damping_logit, source, inside))
     _store(output, place, log_q, inside)
     _store(output, total + place, gate * _double(expansion, source, inside), inside)
@@ -61,8 +61,8 @@ def _damped_kernel(
 def _damped_backward_kernel(
     input_logit, damping_logit, expansion, projection,  # [R, N]
     sums, input_sums,  # [directions, 2, N, D], [N, D]
-    of_input, of_damping, of_expansion, of_projection,  # [R, N]
-    total, rows, channels, scale,
+    grad_input, grad_damping, grad_expansion, grad_projection,  # [R, N]
+    total, channel_rows, channels, scale,
     N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of the parameters from the sums of `triton_scan_backward.backward`.
@@ -70,8 +70,8 @@ def _damped_backward_kernel(
     If `input_sums` is None, the sums lack the factors p beta and eta / sqrt(N), which this kernel applies.
     """
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside, n, row = place < total, place % N, place // N
-    first = row // channels * 2 * N * channels + n * channels + row % channels
+    inside, n, channel_row = place < total, place % N, place // N
+    first = channel_row // channels * 2 * N * channels + n * channels + channel_row % channels
     entry_logit, damping_logits = _double(input_logit, place, inside), _double(damping_logit, place, inside)
     gate, damping, q, _ = _rates(entry_logit, damping_logits)
     weight, exit = _double(expansion, place, inside), scale * _double(projection, place, inside)
@@ -79,21 +79,21 @@ def _damped_backward_kernel(
     if input_sums is None:
         grad_in, grad_out, slope = exit * grad_out, gate * weight * grad_out, gate * weight * exit * slope
     else:
-        grad_in = _double(input_sums, n * channels + row, inside)
+        grad_in = _double(input_sums, n * channels + channel_row, inside)
     # d log q / d logit = -(1 - sigmoid(logit)) p damping / q
     through = tl.where(q > LEAST, slope * gate * damping, 0.0)
-    _store(of_input, place, (grad_in * gate * weight - through) * tl.sigmoid(-entry_logit), inside)
-    _store(of_damping, place, -through * tl.sigmoid(-damping_logits), inside)
-    _store(of_expansion, place, grad_in * gate, inside)
-    _store(of_projection, place, grad_out * scale, inside)
+    _store(grad_input, place, (grad_in * gate * weight - through) * tl.sigmoid(-entry_logit), inside)
+    _store(grad_damping, place, -through * tl.sigmoid(-damping_logits), inside)
+    _store(grad_expansion, place, grad_in * gate, inside)
+    _store(grad_projection, place, grad_out * scale, inside)
 
 
 @triton.jit
-def _turned(log_size, turn):
-    """Return the real and imaginary parts of exp(log_size + 2 pi i turn)."""
+def _turned(log_size, turns):
+    """Return the real and imaginary parts of exp(log_size + 2 pi i turns)."""
     size = tl.exp(log_size)
-    angle = (turn - tl.floor(turn + 0.5)) * TURN
-    return size * tl.cos(angle), size * tl.sin(angle)
+    radians = (turns - tl.floor(turns + 0.5)) * TWO_PI
+    return size * tl.cos(radians), size * tl.sin(radians)
 
 
 @triton.jit
@@ -107,8 +107,8 @@ def _complex_kernel(
     n, d = tl.arange(0, BLOCK_N)[:, None], (tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D))[None, :]
     inside, source, place, states = (n < N) & (d < channels), d * N + n, n * channels + d, N * channels
     gate, _, _, log_q = _rates(_double(input_logit, source, inside), _double(damping_logit, source, inside))
-    turn = tl.sigmoid(_double(phase_logit, d, d < channels)) * (n + 1) / N
-    real, imaginary = _turned(log_q, turn)
+    turns = tl.sigmoid(_double(phase_logit, d, d < channels)) * (n + 1) / N
+    real, imaginary = _turned(log_q, turns)
     lost_real, lost_imaginary = real - real.to(tl.float32), imaginary - imaginary.to(tl.float32)
     size = real * real + imaginary * imaginary
     scaled = tl.where(size > 1e-40, 1.0 / tl.maximum(size, 1e-40), 0.0)
@@ -116,7 +116,7 @@ def _complex_kernel(
     values = (
         real, imaginary,
         lost_real * real + lost_imaginary * imaginary, lost_imaginary * real - lost_real * imaginary,
-        log_q, turn, turn - turn.to(tl.float32),
+        log_q, turns, turns - turns.to(tl.float32),
         gate,
         scale * _double(projection, 2 * source, inside), scale * _double(projection, 2 * source + 1, inside),
     )  # fmt: skip
@@ -128,7 +128,7 @@ def _complex_kernel(
 def _complex_backward_kernel(
     input_logit, damping_logit, phase_logit,  # [D, N], [D, N], [D]
     sums, input_sums,  # [4, N, D], [N, D]
-    of_input, of_damping, of_phase, of_projection,  # [D, N], [D, N], [D], [D, N, 2]
+    grad_input, grad_damping, grad_phase_logit, grad_projection,  # [D, N], [D, N], [D], [D, N, 2]
     channels, scale,
     N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -140,27 +140,27 @@ def _complex_backward_kernel(
     inside, source, place, states = (n < N) & (d < channels)[None, :], d * N + n, n * channels + d, N * channels
     entry_logit, damping_logits = _double(input_logit, source, inside), _double(damping_logit, source, inside)
     gate, damping, q, log_q = _rates(entry_logit, damping_logits)
-    phase = _double(phase_logit, d, d < channels)
+    phase_logits = _double(phase_logit, d, d < channels)
     frequency = (n + 1.0) / N
-    real, imaginary = _turned(log_q * 0.0, tl.sigmoid(phase)[None, :] * frequency)
+    real, imaginary = _turned(log_q * 0.0, tl.sigmoid(phase_logits)[None, :] * frequency)
     slope_real = _double(sums, 2 * states + place, inside)
     slope_imaginary = _double(sums, 3 * states + place, inside)
     grad_in = _double(input_sums, place, inside) * gate
     through = tl.where(q > LEAST, (real * slope_real - imaginary * slope_imaginary) * gate * damping, 0.0)
-    of_turn = -TURN * q * (real * slope_imaginary + imaginary * slope_real) * frequency
-    of_turn = tl.sum(tl.where(inside, of_turn, 0.0), 0) * tl.sigmoid(phase) * tl.sigmoid(-phase)
-    _store(of_input, source, (grad_in - through) * tl.sigmoid(-entry_logit), inside)
-    _store(of_damping, source, -through * tl.sigmoid(-damping_logits), inside)
-    _store(of_phase, d, of_turn, d < channels)
-    _store(of_projection, 2 * source, scale * _double(sums, place, inside), inside)
-    _store(of_projection, 2 * source + 1, -scale * _double(sums, states + place, inside), inside)
+    grad_phase = -TWO_PI * q * (real * slope_imaginary + imaginary * slope_real) * frequency
+    grad_phase = tl.sum(tl.where(inside, grad_phase, 0.0), 0) * tl.sigmoid(phase_logits) * tl.sigmoid(-phase_logits)
+    _store(grad_input, source, (grad_in - through) * tl.sigmoid(-entry_logit), inside)
+    _store(grad_damping, source, -through * tl.sigmoid(-damping_logits), inside)
+    _store(grad_phase_logit, d, grad_phase, d < channels)
+    _store(grad_projection, 2 * source, scale * _double(sums, place, inside), inside)
+    _store(grad_projection, 2 * source + 1, -scale * _double(sums, states + place, inside), inside)
 
 
 def damped(*parameters: Tensor) -> Tensor:
     """Return log q, p beta and eta / sqrt(N), `[3, N, R]` float32."""
-    rows, states = parameters[0].shape
-    output = parameters[0].new_empty((3, states, rows), dtype=torch.float32)
-    _launch(_damped_kernel, rows * states, states, *parameters, output, rows * states, rows)
+    channel_rows, states = parameters[0].shape
+    output = parameters[0].new_empty((3, states, channel_rows), dtype=torch.float32)
+    _launch(_damped_kernel, channel_rows * states, states, *parameters, output, channel_rows * states, channel_rows)
     return output
 
 
@@ -174,11 +174,11 @@ def complex_factors(*parameters: Tensor) -> Tensor:
 
 def backward(sums: Tensor, input_sums: Tensor | None, *parameters: Tensor) -> list[Tensor]:
     """Return the gradients of the parameters from `sums` `[directions, 2, P, N, D]` and `input_sums` `[N, D]`."""
-    (rows, states), channels = parameters[0].shape, sums.shape[-1]
+    (channel_rows, states), channels = parameters[0].shape, sums.shape[-1]
     grads = [torch.empty_like(parameter, dtype=torch.float32) for parameter in parameters]
     if parameters[3].dim() == 2:
-        total, arguments = rows * states, (*parameters, sums, input_sums, *grads)
-        _launch(_damped_backward_kernel, total, states, *arguments, total, rows, channels)
+        total, arguments = channel_rows * states, (*parameters, sums, input_sums, *grads)
+        _launch(_damped_backward_kernel, total, states, *arguments, total, channel_rows, channels)
     else:
         arguments = *parameters[:3], sums, input_sums, *grads
         _launch_tiles(_complex_backward_kernel, channels, states, *arguments, channels)

@@ -5,18 +5,18 @@ import triton.language as tl
 
 
 @triton.jit
-def zeros(shape, PARTS: tl.constexpr):
-    if PARTS == 1:
+def zeros(shape, COMPONENTS: tl.constexpr):
+    if COMPONENTS == 1:
         return (tl.zeros(shape, tl.float32),)
     else:
         return tl.zeros(shape, tl.float32), tl.zeros(shape, tl.float32)
 
 
 @triton.jit
-def load(pointer, places, plane, mask, PARTS: tl.constexpr):
+def load(pointer, places, plane, mask, COMPONENTS: tl.constexpr):
     """Return float32 numbers, 0 if masked; the imaginary parts are `plane` after the real parts."""
     real = tl.load(pointer + places, mask, other=0.0).to(tl.float32)
-    if PARTS == 1:
+    if COMPONENTS == 1:
         return (real,)
     else:
         return real, tl.load(pointer + plane + places, mask, other=0.0).to(tl.float32)

@@ -1,7 +1,5 @@
 """The recurrence and its steps with Triton kernels, as custom operators."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,27 +12,18 @@ from .torch_backend import flops
 
 
 def average(
-    x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None, sequences: Sequences, shift: bool,
+    x: Tensor, coefficients: Coefficients | tuple[Tensor, ...], skip: Tensor | None, sequences: Sequences, shift: bool,
     truncation: object, initial_state: Tensor | None, return_state: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return `damped_ema` without truncation, or `complex_ema`; the kernels compute the coefficients."""
-    return _run(True, x, parameters, skip, sequences, shift, initial_state, return_state)
+    """Return `damped_ema` without truncation, or `complex_ema`, whose parameters the kernels convert to coefficients.
 
-
-def of_coefficients(
-    x: Tensor, coefficients: Coefficients, skip: Tensor | None, sequences: Sequences, shift: bool, truncation: object,
-    initial_state: Tensor | None, return_state: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return `diagonal_ssm` (input weight 1) for real states without a skip, or complex states in one direction."""
-    of = coefficients
-    values = of.log_decay, of.turn, None, of.weight_out
-    return _run(False, x, values, skip, sequences, shift, initial_state, return_state)
-
-
-def _run(
-    fused: bool, x: Tensor, values: tuple[Tensor | None, ...], skip: Tensor | None, sequences: Sequences, shift: bool,
-    initial_state: Tensor | None, return_state: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    With `Coefficients`, return `diagonal_ssm` (input weight 1) for real states without a skip, or for complex states in
+    one direction.
+    """
+    values: list[Tensor | None] = list(coefficients)
+    fused = not isinstance(coefficients, Coefficients)
+    if not fused:
+        values[2] = None  # the input weight is 1
     options = return_state, shift, sequences.bounds, sequences.longest or 0, fused
     output, last, _ = _operator(x, sequences.mask, skip, *values, initial_state, *options)
     return output, last if return_state else None
@@ -60,14 +49,14 @@ def _formula(
     if fused:
         assert second is not None and third is not None
         compute = damped_coefficients if weight_out.dim() == 2 else complex_coefficients
-        of = compute(first.float(), second.float(), third.float(), weight_out.float())
+        coefficients = compute(first.float(), second.float(), third.float(), weight_out.float())
     else:
-        of = Coefficients(first, second, torch.ones_like(first), weight_out)
-    return formula.average(x, of, skip, Sequences(mask), shift, None, initial, return_state)
+        coefficients = Coefficients(first, second, torch.ones_like(first), weight_out)
+    return formula.average(x, coefficients, skip, Sequences(mask), shift, None, initial, return_state)
 
 
-# `first` to `weight_out` are the parameters of `damped_ema` or `complex_ema` (`fused`), or log |q|, the angle of q in
-# turns (None: real), None, and the weight of the state.
+# `first` to `weight_out` are the parameters of `damped_ema` or `complex_ema` (`fused`), or log |q|, the turns of q
+# (None: real), None, and the weight of the state.
 _operator = register(
     "moving_average_triton",
     "Tensor x, Tensor? mask, Tensor? skip, Tensor first, Tensor? second, Tensor? third, Tensor weight_out, "
@@ -97,11 +86,6 @@ def step(
     return output, after
 
 
-def _step_flops(state: Tensor, weight_out: Tensor, **_: Any) -> tuple[int, int]:
-    is_complex = weight_out.dim() == 3
-    return flops(state.numel() // (1 + is_complex), is_complex)
-
-
 _step = register(
     "moving_average_step_triton",
     "Tensor x, Tensor state, Tensor rates, Tensor? damping_logit, Tensor weight_in, Tensor weight_out, Tensor? skip, "
@@ -109,5 +93,5 @@ _step = register(
     "(Tensor, Tensor)",
     lambda x, *inputs: triton_step.step(x, *contiguous(*inputs)),
     lambda x, state, **_: (x.new_empty(x.shape), state.new_empty(state.shape)),
-    flops=_step_flops,
+    flops=lambda state, weight_out, **_: flops(state.numel() // (weight_out.dim() - 1), weight_out.dim() == 3),
 )

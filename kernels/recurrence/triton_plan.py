@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     channels: int
     directions: int
     states: int
-    parts: int
+    components: int
     shift: bool
     block: int
     chunk: int
@@ -46,11 +46,11 @@ class Plan(NamedTuple):
     tile: dict[str, int]
     sizes: tuple[Any, ...]
 
-    def of_states(self, *shape: int) -> tuple[int, ...]:
+    def state_shape(self, *shape: int) -> tuple[int, ...]:
         """Return the shape of states, `[*shape, P, N, D]`."""
-        return *shape, *(() if self.parts == 1 else (self.parts,)), self.states, self.channels
+        return *shape, *(() if self.components == 1 else (self.components,)), self.states, self.channels
 
-    def of_directions(self, values: Tensor) -> Sequence[Tensor]:
+    def each_direction(self, values: Tensor) -> Sequence[Tensor]:
         """Return the values `[directions, ...]` of each direction, without an operator if there is only one."""
         return [values] if self.directions == 1 else values.unbind()
 
@@ -67,11 +67,12 @@ def make_plan(
     max_seqlen: int,
 ) -> Plan:  # fmt: skip
     """Return the division of a call into programs for one configuration."""
-    (batch, length, channels), (width, states), parts = x.shape, parameters[0].shape, parameters[3].dim() - 1
+    (batch, length, channels), (channel_rows, states) = x.shape, parameters[0].shape
+    components = parameters[3].dim() - 1
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
     # 16 real or 8 complex states per thread.
     block_n = 1 << (states - 1).bit_length()
-    block = min(32, 512 // parts // block_n)
+    block = min(32, 512 // components // block_n)
     programs = configuration.programs * triton_launch.processors(x.device, sequences)
     blocks = -(-channels // block)
     # A deterministic division must not depend on the total number of tokens, which other sequences change.
@@ -81,14 +82,14 @@ def make_plan(
         chunk = max(SHORTEST_CHUNK, next_power_of_2(max(longest, 1)))
     else:
         # The registers fit more programs of complex states, so chunks are shorter.
-        chunk = max(SHORTEST_CHUNK, 1 << (max(tokens * blocks // (parts * programs), 1).bit_length() - 1))
+        chunk = max(SHORTEST_CHUNK, 1 << (max(tokens * blocks // (components * programs), 1).bit_length() - 1))
     chunks = -(-max(longest, 1) // chunk)
     slots = sequences * chunks if cu_seqlens is None or chunks == 1 else length // chunk + sequences
     return Plan(
-        cu_seqlens, sequences, length, channels, width // max(channels, 1), states, parts, shift, block, chunk, chunks,
-        slots, configuration.unroll,
-        tile={"N": states, "BLOCK_N": block_n, "BLOCK_D": block, "PARTS": parts},
-        sizes=(cu_seqlens, length, chunk, chunks, channels, blocks, width, slots),
+        cu_seqlens, sequences, length, channels, channel_rows // max(channels, 1), states, components, shift, block,
+        chunk, chunks, slots, configuration.unroll,
+        tile={"N": states, "BLOCK_N": block_n, "BLOCK_D": block, "COMPONENTS": components},
+        sizes=(cu_seqlens, length, chunk, chunks, channels, blocks, channel_rows, slots),
     )  # fmt: skip
 
 
@@ -97,9 +98,10 @@ def choose(
     cu_seqlens: Tensor | None, max_seqlen: int,
 ) -> Any:  # fmt: skip
     """Return the result of `run` for the plan of the selected configuration."""
-    (batch, length, channels), (width, states) = x.shape, parameters[0].shape
+    (batch, length, channels), (channel_rows, states) = x.shape, parameters[0].shape
     sequences, longest = (batch, length) if cu_seqlens is None else (len(cu_seqlens) - 1, max_seqlen)
-    kind = [x.dtype, f"{states} states", width > channels and "bidirectional", cu_seqlens is not None and "varlen"]
+    kind = [x.dtype, f"{states} states", channel_rows > channels and "bidirectional"]
+    kind += [cu_seqlens is not None and "varlen"]
     sizes = {"sequences": sequences, "length": longest, "channels": channels}
     return triton_choice.choose(
         kernel, kind, sizes, CONFIGURATIONS,

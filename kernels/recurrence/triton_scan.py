@@ -23,36 +23,27 @@ from .triton_chunks import (
     state_passing_kernel,
     state_tile,
 )
-from .triton_numbers import (
-    add,
-    add_scaled,
-    load,
-    real_times,
-    select,
-    store,
-    times,
-    zeros,
-)
+from .triton_numbers import add, add_scaled, load, real_times, select, store, times, zeros
 from .triton_plan import Plan, choose
 
 # The rates and the weights of the input in the state and of the state in the average, for each direction. Real: log q,
 # p beta and eta / sqrt(N), `[N, D]` with rows that are R apart. Complex: the factors `[7, N, D]` of
 # `triton_coefficients`, p `[N, D]` and gamma / sqrt(N) `[2, N, D]`.
-Rows = list[tuple[Tensor, ...]]
+ByDirection = list[tuple[Tensor, ...]]
 
 
 @triton.jit(do_not_specialize=["length", "chunks", "slots"])
 def _scan_kernel(
     signal, mask,  # [B, T, D], [B, T]
-    rates, weight_in, weight_out,  # see `Rows`
+    rates, weight_in, weight_out,  # see `ByDirection`
     skip,  # [D]
     starts,  # [slots, P, N, D]
     other, x, output,  # [B, T, D]
     last,  # [S, P, N, D]
     sums,  # [slots, N, D]
-    cu_seqlens, length, chunk, chunks, channels, blocks, width, slots,  # see `Plan`
+    cu_seqlens, length, chunk, chunks, channels, blocks, channel_rows, slots,  # see `Plan`
     stride_b, stride_t, stride_d, x_stride_b, x_stride_t, x_stride_d,
-    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, COMPONENTS: tl.constexpr, UNROLL: tl.constexpr,
     REVERSED: tl.constexpr, SHIFT: tl.constexpr, SCALED: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Write one direction of the average of `signal`, plus `other`, with the skip: silu(average + skip signal).
@@ -62,29 +53,29 @@ def _scan_kernel(
     receives the sums of the states times x. `last` receives the states after the last position, or the gradient of
     the states before the first position.
     """
-    block, sequence, row, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
+    block, sequence, batch, first, size, number, slot, begin, count = place(cu_seqlens, length, chunk, chunks, blocks)
     if (count <= 0) & (number > 0):
         return
     n, d, inside, tile = state_tile(block, channels, N, BLOCK_N, BLOCK_D)
     states, end = channels * N, tl.where(inside, count, 0)
-    rows = n * width + d[None, :]
-    state_places = rows if PARTS == 2 else n * channels + d[None, :]  # if equal, one variable saves registers
-    q, lost = load_rate(rates, rows, states, tile, UNROLL, PARTS)
-    entry = load(weight_in, rows, states, tile, PARTS if GRADIENT else 1)
-    exit = load(weight_out, rows, states, tile, 1 if GRADIENT else PARTS)
+    rate_places = n * channel_rows + d[None, :]
+    state_places = rate_places if COMPONENTS == 2 else n * channels + d[None, :]  # if equal, one saves registers
+    q, lost = load_rate(rates, rate_places, states, tile, UNROLL, COMPONENTS)
+    entry = load(weight_in, rate_places, states, tile, COMPONENTS if GRADIENT else 1)
+    exit = load(weight_out, rate_places, states, tile, 1 if GRADIENT else COMPONENTS)
     if not SCALED:
         exit = times(exit, entry)
-    state = zeros([BLOCK_N, BLOCK_D], PARTS)
+    state = zeros([BLOCK_N, BLOCK_D], COMPONENTS)
     if starts is not None:
-        state = load(starts + slot * PARTS * states, state_places, states, tile, PARTS)
+        state = load(starts + slot * COMPONENTS * states, state_places, states, tile, COMPONENTS)
         decayed = decayed_positions(count, begin + chunk >= size)
     if skip is not None:
         skip_weight = tl.load(skip + d, inside, other=0.0)
     if sums is not None:
         total = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-        inputs = x + row * x_stride_b + (first + begin) * x_stride_t + d * x_stride_d
-    values = signal + row * stride_b + (first + begin) * stride_t + d * stride_d
-    token = row * length + first + begin
+        inputs = x + batch * x_stride_b + (first + begin) * x_stride_t + d * x_stride_d
+    values = signal + batch * stride_b + (first + begin) * stride_t + d * stride_d
+    token = batch * length + first + begin
     places = token * channels + d
     for start in range(0, count, UNROLL):
         signals, keeps, others, multiplied = (), (), (), ()
@@ -122,11 +113,11 @@ def _scan_kernel(
                 total += state[0] * multiplied[i][None, :]
             if other is not None:
                 average += others[i]
-            if PARTS == 2 and skip is not None:
+            if COMPONENTS == 2 and skip is not None:
                 average += skip_weight * entering
             if GRADIENT and mask is not None:
                 average = tl.where(keeps[i], average, 0.0)
-            if PARTS == 1 and skip is not None:
+            if COMPONENTS == 1 and skip is not None:
                 average += skip_weight * signals[i]
                 if not GRADIENT:
                     average *= tl.sigmoid(average)
@@ -137,14 +128,14 @@ def _scan_kernel(
         elif not SCALED:
             state = times(state, entry)
         if (REVERSED and number == 0) or (not REVERSED and begin + chunk >= size):
-            store(last + sequence * PARTS * states, state_places, states, tile, state)
+            store(last + sequence * COMPONENTS * states, state_places, states, tile, state)
     if sums is not None:
         tl.store(sums + slot * states + state_places, total, tile)
 
 
-def coefficients_of(plan: Plan, coefficients: Tensor) -> Rows:
+def coefficients_by_direction(plan: Plan, coefficients: Tensor) -> ByDirection:
     """Return the coefficients of each direction; `coefficients` is the result of `damped` or `complex_factors`."""
-    if plan.parts == 2:
+    if plan.components == 2:
         return [(coefficients[:7], coefficients[7], coefficients[8:])]
     halves = [coefficients] if plan.directions == 1 else coefficients.split(plan.channels, 2)
     return [half.unbind() for half in halves]
@@ -156,7 +147,7 @@ def channels_last(states: Tensor) -> Tensor:
 
 
 def states_before(
-    plan: Plan, signal: Tensor, mask: Tensor | None, coefficients: Rows, scaled: bool, initial: Tensor | None,
+    plan: Plan, signal: Tensor, mask: Tensor | None, coefficients: ByDirection, scaled: bool, initial: Tensor | None,
     *, flipped: bool = False, slope: bool = False,
 ) -> Sequence[Tensor | None]:  # fmt: skip
     """Return the states of each direction before every chunk, `[slots, P, N, D]`; with slopes `[2, slots, P, N, D]`.
@@ -166,22 +157,22 @@ def states_before(
     rates, weight, _ = coefficients[0]  # the kernels add the offset of direction 1
     if plan.chunks == 1:
         return [initial] * plan.directions
-    ends = rates.new_empty(plan.of_states(plan.directions, *(2,) * slope, plan.slots))
-    options = {"PARTS": plan.parts, "FLIPPED": flipped, "SLOPE": slope}
+    ends = rates.new_empty(plan.state_shape(plan.directions, *(2,) * slope, plan.slots))
+    options = {"COMPONENTS": plan.components, "FLIPPED": flipped, "SLOPE": slope}
     # `state_passing_kernel` starts from real initial states, but decays complex states only over complete chunks.
-    starts = None if plan.parts == 1 else initial
+    starts = None if plan.components == 1 else initial
     inputs = (signal, mask, rates, weight if scaled else None, starts, ends, *plan.sizes, *signal.stride())
     plan.launch(chunk_state_kernel, *inputs, directions=plan.directions, **options)
     blocks = cdiv(plan.states * plan.channels, 128)
     launch(
         state_passing_kernel, (blocks * plan.sequences, plan.directions), ends, rates, initial, blocks, *plan.sizes,
-        N=plan.states, BLOCK=128, AHEAD=8 // plan.parts, num_warps=4, num_stages=1, **options,
+        N=plan.states, BLOCK=128, AHEAD=8 // plan.components, num_warps=4, num_stages=1, **options,
     )  # fmt: skip
-    return plan.of_directions(ends)
+    return plan.each_direction(ends)
 
 
 def scan(
-    plan: Plan, direction: int, signal: Tensor, mask: Tensor | None, coefficients: Rows,
+    plan: Plan, direction: int, signal: Tensor, mask: Tensor | None, coefficients: ByDirection,
     starts: Sequence[Tensor | None], output: Tensor, *, scaled: bool = False, skip: Tensor | None = None,
     other: Tensor | None = None, last: Tensor | None = None, x: Tensor | None = None, sums: Tensor | None = None,
     gradient: bool = False,
@@ -200,7 +191,7 @@ def scan(
     return output
 
 
-def kernel_coefficients(fused: bool) -> Any:
+def coefficient_kernels(fused: bool) -> Any:
     """Return the module that computes the coefficients of the kernels, and the gradients of the parameters."""
     return triton_coefficients if fused else triton_diagonal
 
@@ -208,20 +199,20 @@ def kernel_coefficients(fused: bool) -> Any:
 def forward(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Return the result, the final states (empty unless requested), and the coefficients of the kernels."""
     mask, skip, *parameters, initial, return_state, shift, cu_seqlens, max_seqlen, fused = contiguous(*inputs)
-    x, kernel_set = x.resolve_neg(), kernel_coefficients(fused)
+    x, kernel_set = x.resolve_neg(), coefficient_kernels(fused)
     initial, is_complex = None if initial is None else channels_last(initial), parameters[3].dim() == 3
     coefficients = (kernel_set.complex_factors if is_complex else kernel_set.damped)(*parameters)
     scaled = is_complex or initial is not None
 
     def run(plan: Plan) -> tuple[Tensor, Tensor | None]:
-        rows = coefficients_of(plan, coefficients)
-        last = rows[0][0].new_empty(plan.of_states(plan.sequences)) if return_state else None
-        starts, other = states_before(plan, x, mask, rows, scaled, initial), None
+        by_direction = coefficients_by_direction(plan, coefficients)
+        last = by_direction[0][0].new_empty(plan.state_shape(plan.sequences)) if return_state else None
+        starts, other = states_before(plan, x, mask, by_direction, scaled, initial), None
         if plan.directions == 2:
             # Direction 1 stays in float32 until direction 0 is added.
-            other = scan(plan, 1, x, mask, rows, starts, rows[0][0].new_empty(x.shape))
+            other = scan(plan, 1, x, mask, by_direction, starts, by_direction[0][0].new_empty(x.shape))
         output = x.new_empty(x.shape)
-        scan(plan, 0, x, mask, rows, starts, output, scaled=scaled, skip=skip, other=other, last=last)
+        scan(plan, 0, x, mask, by_direction, starts, output, scaled=scaled, skip=skip, other=other, last=last)
         return output, last
 
     output, last = choose(_scan_kernel, run, x, parameters, shift, cu_seqlens, max_seqlen)

@@ -16,7 +16,7 @@ def _triton(**call: Any) -> tuple[Tensor, TimestepNormState]:
     # Imported lazily because Triton decides at import time whether kernels are interpreted.
     from . import triton_ops
 
-    return triton_ops.timestep_norm(**call)
+    return torch_backend.timestep_norm(**call, run=triton_ops.operator)
 
 
 def _triton_step(**call: Any) -> tuple[Tensor, TimestepNormState]:

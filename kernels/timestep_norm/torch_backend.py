@@ -40,15 +40,15 @@ def step(
     """Return `reference.step` in few operations, because call overhead dominates for one position."""
     count = state.count + (1 if mask is None else mask)
     share = count.double().reciprocal()[:, None]
-    rows = x.double()
+    signal = x.double()
     if mask is not None:
-        rows, share = rows.masked_fill(~mask[:, None], 0.0), share.masked_fill(~mask[:, None], 0.0)
-    rows = rows.unflatten(1, (groups, -1))
-    spread, own = torch.var_mean(rows, -1, correction=0)
+        signal, share = signal.masked_fill(~mask[:, None], 0.0), share.masked_fill(~mask[:, None], 0.0)
+    signal = signal.unflatten(1, (groups, -1))
+    spread, own = torch.var_mean(signal, -1, correction=0)
     away = own - state.mean
     mean = torch.addcmul(state.mean, away, share)
     variance = torch.lerp(state.variance, torch.addcmul(spread, away, own - mean), share)
-    y = (rows - mean[..., None]) * torch.rsqrt(variance + eps)[..., None]
+    y = (signal - mean[..., None]) * torch.rsqrt(variance + eps)[..., None]
     y = affine(y.flatten(1).to(upcast_dtype(x, weight)), weight, bias).to(x.dtype)
     y = y if mask is None else y.masked_fill(~mask[:, None], 0.0)
     return y, TimestepNormState(count, mean, variance)
@@ -60,16 +60,16 @@ def _in_formula(
 ) -> tuple[Tensor, None, None, None, Tensor, Tensor]:  # fmt: skip
     """Compute the result with operators of PyTorch only."""
     number = counts(count, mask, x.shape[1])
-    rows = x.to(upcast_dtype(x, weight))
-    rows = rows if mask is None else rows.masked_fill(~mask[..., None], 0.0)
-    rows = rows.unflatten(2, (groups, -1))
-    middle = rows.mean(-1)
-    around = rows - middle[..., None]
-    of_each = middle.double(), around.square().mean(-1).double()
-    means, totals = over_time(count, mean, variance, number, *of_each, mask)
+    signal = x.to(upcast_dtype(x, weight))
+    signal = signal if mask is None else signal.masked_fill(~mask[..., None], 0.0)
+    signal = signal.unflatten(2, (groups, -1))
+    middle = signal.mean(-1)
+    around = signal - middle[..., None]
+    moments = middle.double(), around.square().mean(-1).double()
+    means, totals = over_time(count, mean, variance, number, *moments, mask)
     variances = totals / number
-    rstd = torch.rsqrt(variances + eps).to(rows.dtype)
-    y = (around + (middle - means).to(rows.dtype)[..., None]) * rstd[..., None]
+    rstd = torch.rsqrt(variances + eps).to(signal.dtype)
+    y = (around + (middle - means).to(signal.dtype)[..., None]) * rstd[..., None]
     y = affine(y.flatten(2), weight, bias).to(x.dtype)
     if mask is not None:
         y = y.masked_fill(~mask[..., None], 0.0)

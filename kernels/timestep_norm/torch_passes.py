@@ -22,14 +22,14 @@ BLOCK = 1 << 19
 
 def moments(x: Tensor, mask: Tensor | None, groups: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the mean and variance of the groups of each position, m_t and v_t `[B, T, G]`."""
-    rows, kept = _rows(x, mask)
+    tokens, kept = _flatten(x, mask)
     own, spread = (torch.empty(*x.shape[:2], groups, dtype=dtype, device=x.device) for _ in range(2))
-    of_rows = own.view(-1, groups), spread.view(-1, groups)
-    for block, (around,) in _blocks(rows, groups, dtype, 1):
-        values = _of_block(rows, kept, block, around)
-        of_rows[0][block] = _means(values)
-        torch.sub(values, of_rows[0][block, :, None], out=around)
-        of_rows[1][block] = _means(around.mul_(around))
+    token_own, token_spread = own.view(-1, groups), spread.view(-1, groups)
+    for block, (around,) in _blocks(tokens, groups, dtype, 1):
+        values = _masked_block(tokens, kept, block, around)
+        token_own[block] = _means(values)
+        torch.sub(values, token_own[block, :, None], out=around)
+        token_spread[block] = _means(around.mul_(around))
     return own, spread
 
 
@@ -48,16 +48,16 @@ def apply(
     x: Tensor, mask: Tensor | None, means: Tensor, rstds: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
     """Return (x - means) rstds weight + bias, 0 if masked."""
-    rows, kept, means, rstds = _rows(x, mask, means.to(rstds.dtype), rstds)
+    tokens, kept, means, rstds = _flatten(x, mask, means.to(rstds.dtype), rstds)
     y, groups = torch.empty(x.shape, dtype=x.dtype, device=x.device), means.shape[1]
-    of_rows, same = y.view(rows.shape), rows.dtype == means.dtype
+    outputs, same = y.view(tokens.shape), tokens.dtype == means.dtype
     # Intermediate values of a block are stored in the result if it has their dtype.
-    for block, scratch in _blocks(rows, groups, means.dtype, 0 if same else 1):
-        around = of_rows[block].unflatten(1, (groups, -1)) if same else scratch[0]
-        torch.sub(_of_block(rows, kept, block, around), means[block], out=around)
-        affine(around.mul_(rstds[block]).flatten(1), weight, bias, of_rows[block])
+    for block, scratch in _blocks(tokens, groups, means.dtype, 0 if same else 1):
+        around = outputs[block].unflatten(1, (groups, -1)) if same else scratch[0]
+        torch.sub(_masked_block(tokens, kept, block, around), means[block], out=around)
+        affine(around.mul_(rstds[block]).flatten(1), weight, bias, outputs[block])
         if kept is not None:
-            of_rows[block].masked_fill_(~kept[block, None], 0.0)
+            outputs[block].masked_fill_(~kept[block, None], 0.0)
     return y
 
 
@@ -70,24 +70,24 @@ def sums(
     The latter are not used if weight or bias is None.
     """
     shape, dtype = means.shape, rstds.dtype
-    rows, kept, means, rstds = _rows(x, mask, means.to(dtype), rstds)
-    gradients, groups = gradients.reshape(rows.shape), means.shape[1]
+    tokens, kept, means, rstds = _flatten(x, mask, means.to(dtype), rstds)
+    gradients, groups = gradients.reshape(tokens.shape), means.shape[1]
     scale = None if weight is None else weight.to(dtype).view(groups, -1)
     grad_weight, grad_bias = (rstds.new_zeros(0 if t is None else t.shape) for t in (weight, bias))
-    of_groups, products = (means.new_empty(len(rows), groups) for _ in range(2))
-    for block, (received, product) in _blocks(rows, groups, dtype, 2):
-        gradient = _of_block(gradients, kept, block, received)
+    summed, products = (means.new_empty(len(tokens), groups) for _ in range(2))
+    for block, (received, product) in _blocks(tokens, groups, dtype, 2):
+        gradient = _masked_block(gradients, kept, block, received)
         if bias is not None:
-            grad_bias += _column_sums(gradient)
+            grad_bias += _token_sums(gradient)
         torch.mul(gradient, rstds[block], out=received)
-        torch.sub(_of_block(rows, kept, block, product), means[block], out=product)
+        torch.sub(_masked_block(tokens, kept, block, product), means[block], out=product)
         product.mul_(received)
         if scale is not None:
-            grad_weight += _column_sums(product)
+            grad_weight += _token_sums(product)
             product.mul_(scale)
             received.mul_(scale)
-        of_groups[block], products[block] = _means(received), _means(product)
-    return of_groups.view(shape), products.view(shape), grad_weight, grad_bias
+        summed[block], products[block] = _means(received), _means(product)
+    return summed.view(shape), products.view(shape), grad_weight, grad_bias
 
 
 def statistics_backward(
@@ -107,15 +107,15 @@ def statistics_backward(
         torch.zeros_like(mean) if grad is None else grad / (width * number[:, -1])
         for grad in (grad_mean, grad_variance)
     )
-    of_total = _sums_from_end(-0.5 * rstd.double().square() * products.double() * share, last_total)
-    of_away = 2.0 * of_total * (1.0 - share) * _distances(own.double(), mean[:, None], means, mask)
-    direct = -sums.double() - torch.cat((of_away[:, 1:], torch.zeros_like(of_away[:, :1])), 1)
-    of_sum = _sums_from_end(direct * share, last_sum)
-    # The gradient of x is the gradient of x - M, plus of_own + 2 of_spread (x - m).
-    of_own, of_spread = _kept(of_sum + of_away, mask), _kept(of_total, mask)
-    stretch, started = of_spread.mul(2.0), count[:, None] * width
-    of_mean, of_variance = started * of_sum[:, 0] - width * of_away[:, 0], started * of_total[:, 0]
-    return stretch.to(own.dtype), (of_own - stretch * own).to(own.dtype), of_mean, of_variance
+    grad_total = _sums_from_end(-0.5 * rstd.double().square() * products.double() * share, last_total)
+    grad_away = 2.0 * grad_total * (1.0 - share) * _distances(own.double(), mean[:, None], means, mask)
+    direct = -sums.double() - torch.cat((grad_away[:, 1:], torch.zeros_like(grad_away[:, :1])), 1)
+    grad_sum = _sums_from_end(direct * share, last_sum)
+    # The gradient of x is the gradient of x - M, plus grad_own + 2 grad_spread (x - m).
+    grad_own, grad_spread = _kept(grad_sum + grad_away, mask), _kept(grad_total, mask)
+    stretch, started = grad_spread.mul(2.0), count[:, None] * width
+    initial = started * grad_sum[:, 0] - width * grad_away[:, 0], started * grad_total[:, 0]
+    return stretch.to(own.dtype), (grad_own - stretch * own).to(own.dtype), *initial
 
 
 def apply_backward(
@@ -123,14 +123,14 @@ def apply_backward(
     weight: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Return gradients rstds weight + x stretches + shifts."""
-    rows, kept, stretches, shifts, rstds = _rows(x, mask, stretches, shifts, rstds)
-    gradients, grad_x = gradients.reshape(rows.shape), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    of_rows = grad_x.view(rows.shape)
-    for block, (received, inner) in _blocks(rows, shifts.shape[1], shifts.dtype, 2):
-        torch.mul(_of_block(rows, kept, block, inner), stretches[block], out=inner)
+    tokens, kept, stretches, shifts, rstds = _flatten(x, mask, stretches, shifts, rstds)
+    gradients, grad_x = gradients.reshape(tokens.shape), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grad_tokens = grad_x.view(tokens.shape)
+    for block, (received, inner) in _blocks(tokens, shifts.shape[1], shifts.dtype, 2):
+        torch.mul(_masked_block(tokens, kept, block, inner), stretches[block], out=inner)
         inner.add_(shifts[block])
-        torch.mul(_of_block(gradients, kept, block, received), rstds[block], out=received)
-        affine(received.flatten(1), weight, inner.flatten(1), of_rows[block])
+        torch.mul(_masked_block(gradients, kept, block, received), rstds[block], out=received)
+        affine(received.flatten(1), weight, inner.flatten(1), grad_tokens[block])
     return grad_x
 
 
@@ -181,43 +181,46 @@ def affine(y: Tensor, weight: Tensor | None, bias: Tensor | None, into: Tensor |
     return y if into is None or y is out else into.copy_(y)
 
 
-def _blocks(rows: Tensor, groups: int, dtype: torch.dtype, tensors: int) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yield slices of rows `[R, D]`, each with `tensors` scratch tensors `[R, G, D / G]`.
+def _blocks(tokens: Tensor, groups: int, dtype: torch.dtype, tensors: int) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yield slices of tokens `[B T, D]`, each with `tensors` scratch tensors `[tokens, G, D / G]`.
 
     On the CPU, a slice and its tensors fit the cache. The tensors of the previous slice are reused, because allocation
     would take longer than the computation.
     """
-    total, features = rows.shape
-    size = min(total, max(1, BLOCK // max(features, 1)) if rows.device.type == "cpu" else total)
-    scratch = [rows.new_empty(size, groups, features // groups, dtype=dtype) for _ in range(tensors)]
+    total, features = tokens.shape
+    size = min(total, max(1, BLOCK // max(features, 1)) if tokens.device.type == "cpu" else total)
+    scratch = [tokens.new_empty(size, groups, features // groups, dtype=dtype) for _ in range(tensors)]
     for start in range(0, total, max(size, 1)):
         block = slice(start, min(start + size, total))
         yield block, [tensor[: block.stop - start] for tensor in scratch]
 
 
-def _rows(x: Tensor, mask: Tensor | None, *of_groups: Tensor) -> Any:
-    """Return x `[B, T, D]` as rows `[R, D]`, the mask as `[R]`, and per-group numbers `[B, T, G]` as `[R, G, 1]`."""
-    numbers = (number.reshape(-1, number.shape[2], 1) for number in of_groups)
-    return x.reshape(-1, x.shape[2]), None if mask is None else mask.reshape(-1), *numbers
+def _flatten(x: Tensor, mask: Tensor | None, *numbers: Tensor) -> Any:
+    """Return x as `[B T, D]`, the mask as `[B T]`, and numbers of groups `[B, T, G]` as `[B T, G, 1]`."""
+    return (
+        x.reshape(-1, x.shape[2]),
+        None if mask is None else mask.reshape(-1),
+        *(number.reshape(-1, number.shape[2], 1) for number in numbers),
+    )
 
 
-def _of_block(rows: Tensor, kept: Tensor | None, block: slice, scratch: Tensor) -> Tensor:
-    """Return a block of rows in groups, in the dtype of `scratch`, with 0 at masked rows.
+def _masked_block(tokens: Tensor, kept: Tensor | None, block: slice, scratch: Tensor) -> Tensor:
+    """Return a block of tokens in groups, in the dtype of `scratch`, with 0 at masked tokens.
 
     The result may be written to `scratch`.
     """
-    rows = rows[block].view(scratch.shape)
-    if kept is None and rows.dtype == scratch.dtype:
-        return rows
-    scratch.copy_(rows)
+    tokens = tokens[block].view(scratch.shape)
+    if kept is None and tokens.dtype == scratch.dtype:
+        return tokens
+    scratch.copy_(tokens)
     return scratch if kept is None else scratch.masked_fill_(~kept[block, None, None], 0.0)
 
 
-def _means(rows: Tensor) -> Tensor:
+def _means(x: Tensor) -> Tensor:
     """Return the means over the last dimension, as a matrix product, which is faster than summing short rows."""
-    return rows @ rows.new_full(rows.shape[-1:], 1.0 / rows.shape[-1])
+    return x @ x.new_full(x.shape[-1:], 1.0 / x.shape[-1])
 
 
-def _column_sums(rows: Tensor) -> Tensor:
-    """Return the sums `[D]` over the rows of `[R, G, D / G]`."""
-    return rows.new_ones(len(rows)) @ rows.flatten(1)
+def _token_sums(tokens: Tensor) -> Tensor:
+    """Return the sums `[D]` over tokens `[B T, G, D / G]`."""
+    return tokens.new_ones(len(tokens)) @ tokens.flatten(1)

@@ -1,7 +1,7 @@
 """The passes of `torch_passes` in Triton, and a single-launch kernel for one position.
 
-In a pass over features, a program processes a tile of rows of one group, `[BLOCK_R, BLOCK_W]`. In a pass over time, in
-float64, it processes BLOCK_G groups of one sequence, in successive tiles `[BLOCK_T, BLOCK_G]` of positions.
+In a pass over features, a program processes a tile of tokens of one group, `[BLOCK_R, BLOCK_W]`. In a pass over time,
+in float64, it processes BLOCK_G groups of one sequence, in successive tiles `[BLOCK_T, BLOCK_G]` of positions.
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ BLOCK_T, BLOCK_G = 512, 2
 
 @triton.jit
 def _tile(index, group, total, groups, width, KEPT, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr):
-    """Return rows and features of a group's tile, a mask of the rows, and mask and places of unmasked elements."""
-    row = (index * BLOCK_R).to(tl.int64) + tl.arange(0, BLOCK_R)
+    """Return tokens and features of a group's tile, a mask of the tokens, and mask and places of unmasked elements."""
+    token = (index * BLOCK_R).to(tl.int64) + tl.arange(0, BLOCK_R)
     feature = tl.arange(0, BLOCK_W)
-    there = row < total
+    there = token < total
     kept = there
     if KEPT is not None:
-        kept = there & (tl.load(KEPT + row, there, other=0) != 0)
+        kept = there & (tl.load(KEPT + token, there, other=0) != 0)
     inside = kept[:, None] & (feature < width)[None, :]
-    return row, feature, there, inside, row[:, None] * (groups * width) + group * width + feature[None, :]
+    return token, feature, there, inside, token[:, None] * (groups * width) + group * width + feature[None, :]
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -40,17 +40,17 @@ def _moments_kernel(
     X,  # [total, groups * width]
     KEPT,  # [total]
     MEAN, SPREAD,  # [total, groups]
-    total, groups, width,  # rows, groups, features of a group
+    total, groups, width,  # tokens, groups, features of a group
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Write mean and variance of a feature group for every row. The program index is `(tile of rows, group)`."""
+    """Write mean and variance of a feature group for every token. The program index is `(tile of tokens, group)`."""
     group = tl.program_id(1)
-    row, feature, there, inside, places = _tile(tl.program_id(0), group, total, groups, width, KEPT, BLOCK_R, BLOCK_W)
+    token, feature, there, inside, places = _tile(tl.program_id(0), group, total, groups, width, KEPT, BLOCK_R, BLOCK_W)
     values = tl.load(X + places, inside, other=0.0).to(tl.float32)
     mean = tl.sum(values, 1) / width
     around = tl.where(inside, values - mean[:, None], 0.0)
-    tl.store(MEAN + row * groups + group, mean, there)
-    tl.store(SPREAD + row * groups + group, tl.sum(around * around, 1) / width, there)
+    tl.store(MEAN + token * groups + group, mean, there)
+    tl.store(SPREAD + token * groups + group, tl.sum(around * around, 1) / width, there)
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -60,15 +60,15 @@ def _apply_kernel(
     MEAN, RSTD,  # [total, groups]
     WEIGHT, BIAS,  # [groups * width]
     Y,  # [total, groups * width]
-    total, groups, width,  # rows, groups, features of a group
+    total, groups, width,  # tokens, groups, features of a group
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Write (x - mean) rstd weight + bias; masked rows are 0. The program index is `(tile of rows, group)`."""
+    """Write (x - mean) rstd weight + bias; masked tokens are 0. The program index is `(tile of tokens, group)`."""
     group = tl.program_id(1)
-    row, feature, there, inside, places = _tile(tl.program_id(0), group, total, groups, width, KEPT, BLOCK_R, BLOCK_W)
+    token, feature, there, inside, places = _tile(tl.program_id(0), group, total, groups, width, KEPT, BLOCK_R, BLOCK_W)
     values = tl.load(X + places, inside, other=0.0).to(tl.float32)
-    mean = tl.load(MEAN + row * groups + group, there, other=0.0).to(tl.float32)
-    rstd = tl.load(RSTD + row * groups + group, there, other=0.0)
+    mean = tl.load(MEAN + token * groups + group, there, other=0.0).to(tl.float32)
+    rstd = tl.load(RSTD + token * groups + group, there, other=0.0)
     y = (values - mean[:, None]) * rstd[:, None]
     if WEIGHT is not None:
         y *= tl.load(WEIGHT + group * width + feature, feature < width, other=0.0).to(tl.float32)[None, :]
@@ -86,38 +86,38 @@ def _sums_kernel(
     WEIGHT,  # [groups * width]
     SUMS, PRODUCTS,  # [total, groups]
     WEIGHT_SUMS, BIAS_SUMS,  # [parts, groups * width]
-    total, groups, width,  # rows, groups, features of a group
+    total, groups, width,  # tokens, groups, features of a group
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Write group means of g = dy rstd weight and of g (x - mean), and partial gradients of weight and bias.
 
-    The program index is `(TILES tiles of rows, group)`.
+    The program index is `(TILES tiles of tokens, group)`.
     """
     group, part = tl.program_id(1), tl.program_id(0)
-    of_weight = tl.zeros([BLOCK_W], tl.float32)
-    of_bias = tl.zeros([BLOCK_W], tl.float32)
+    grad_weight = tl.zeros([BLOCK_W], tl.float32)
+    grad_bias = tl.zeros([BLOCK_W], tl.float32)
     for number in range(TILES):
         tile = part * TILES + number
-        row, feature, there, inside, places = _tile(tile, group, total, groups, width, KEPT, BLOCK_R, BLOCK_W)
+        token, feature, there, inside, places = _tile(tile, group, total, groups, width, KEPT, BLOCK_R, BLOCK_W)
         received = tl.load(DY + places, inside, other=0.0).to(tl.float32)
         values = tl.load(X + places, inside, other=0.0).to(tl.float32)
-        mean = tl.load(MEAN + row * groups + group, there, other=0.0).to(tl.float32)
-        rstd = tl.load(RSTD + row * groups + group, there, other=0.0)
-        of_bias += tl.sum(received, 0)
+        mean = tl.load(MEAN + token * groups + group, there, other=0.0).to(tl.float32)
+        rstd = tl.load(RSTD + token * groups + group, there, other=0.0)
+        grad_bias += tl.sum(received, 0)
         received *= rstd[:, None]
         product = received * (values - mean[:, None])
-        of_weight += tl.sum(product, 0)
+        grad_weight += tl.sum(product, 0)
         if WEIGHT is not None:
             weight = tl.load(WEIGHT + group * width + feature, feature < width, other=0.0).to(tl.float32)
             received *= weight[None, :]
             product *= weight[None, :]
-        tl.store(SUMS + row * groups + group, tl.sum(received, 1) / width, there)
-        tl.store(PRODUCTS + row * groups + group, tl.sum(product, 1) / width, there)
+        tl.store(SUMS + token * groups + group, tl.sum(received, 1) / width, there)
+        tl.store(PRODUCTS + token * groups + group, tl.sum(product, 1) / width, there)
     place = part.to(tl.int64) * groups * width + group * width + tl.arange(0, BLOCK_W)
     if WEIGHT_SUMS is not None:
-        tl.store(WEIGHT_SUMS + place, of_weight, tl.arange(0, BLOCK_W) < width)
+        tl.store(WEIGHT_SUMS + place, grad_weight, tl.arange(0, BLOCK_W) < width)
     if BIAS_SUMS is not None:
-        tl.store(BIAS_SUMS + place, of_bias, tl.arange(0, BLOCK_W) < width)
+        tl.store(BIAS_SUMS + place, grad_bias, tl.arange(0, BLOCK_W) < width)
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -127,20 +127,20 @@ def _apply_backward_kernel(
     STRETCH, SHIFT, RSTD,  # [total, groups]
     WEIGHT,  # [groups * width]
     DX,  # [total, groups * width]
-    total, groups, width,  # rows, groups, features of a group
+    total, groups, width,  # tokens, groups, features of a group
     BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Write dy rstd weight + x stretch + shift. The program index is `(tile of rows, group)`."""
+    """Write dy rstd weight + x stretch + shift. The program index is `(tile of tokens, group)`."""
     group = tl.program_id(1)
-    row, feature, there, inside, places = _tile(tl.program_id(0), group, total, groups, width, KEPT, BLOCK_R, BLOCK_W)
+    token, feature, there, inside, places = _tile(tl.program_id(0), group, total, groups, width, KEPT, BLOCK_R, BLOCK_W)
     gradient = tl.load(DY + places, inside, other=0.0).to(tl.float32)
     values = tl.load(X + places, inside, other=0.0).to(tl.float32)
-    of_group = row * groups + group
-    gradient *= tl.load(RSTD + of_group, there, other=0.0)[:, None]
+    token_places = token * groups + group
+    gradient *= tl.load(RSTD + token_places, there, other=0.0)[:, None]
     if WEIGHT is not None:
         gradient *= tl.load(WEIGHT + group * width + feature, feature < width, other=0.0).to(tl.float32)[None, :]
-    gradient += values * tl.load(STRETCH + of_group, there, other=0.0)[:, None]
-    gradient += tl.load(SHIFT + of_group, there, other=0.0)[:, None]
+    gradient += values * tl.load(STRETCH + token_places, there, other=0.0)[:, None]
+    gradient += tl.load(SHIFT + token_places, there, other=0.0)[:, None]
     tl.store(DX + places, gradient.to(DX.dtype.element_ty), there[:, None] & (feature < width)[None, :])
 
 
@@ -157,13 +157,13 @@ def _double(pointer, places, inside):
 
 
 @triton.jit
-def _kept(MASK, row, position, length):
+def _kept(MASK, sequence, position, length):
     """Return 1 for unmasked positions, and 0 for masked positions and positions outside of the sequence."""
     inside = (position >= 0) & (position < length)
     if MASK is None:
         return inside.to(tl.int64)
     else:
-        return (tl.load(MASK + row * length + position, inside, other=0) != 0).to(tl.int64)
+        return (tl.load(MASK + sequence * length + position, inside, other=0) != 0).to(tl.int64)
 
 
 @triton.jit
@@ -186,18 +186,18 @@ def _statistics_kernel(
 
     The program index is `sequence * BLOCKS + block of groups`.
     """
-    row, group = _place(BLOCKS, BLOCK_G)
-    there, of_row = group < groups, row * groups + group
-    number = tl.load(COUNT + row)
-    mean_sum = _double(MEAN, of_row, there) * number.to(tl.float64)
-    variance_sum = _double(VARIANCE, of_row, there) * number.to(tl.float64)
+    sequence, group = _place(BLOCKS, BLOCK_G)
+    there, state_places = group < groups, sequence * groups + group
+    number = tl.load(COUNT + sequence)
+    mean_sum = _double(MEAN, state_places, there) * number.to(tl.float64)
+    variance_sum = _double(VARIANCE, state_places, there) * number.to(tl.float64)
     for start in range(0, length, BLOCK_T):
         position = start + tl.arange(0, BLOCK_T)
-        kept = _kept(MASK, row, position, length)
+        kept = _kept(MASK, sequence, position, length)
         counted = number + tl.cumsum(kept, 0)
         counts = tl.maximum(counted, 1).to(tl.float64)[:, None]
         before = tl.maximum(counted - kept, 1).to(tl.float64)[:, None]
-        places = (row * length + position.to(tl.int64))[:, None] * groups + group[None, :]
+        places = (sequence * length + position.to(tl.int64))[:, None] * groups + group[None, :]
         inside = (position < length)[:, None] & there[None, :]
         used = (kept > 0)[:, None] & there[None, :]
         own = _double(OWN, places, used)
@@ -212,22 +212,22 @@ def _statistics_kernel(
         variance_sum += tl.sum(gained, 0)
         number += tl.sum(kept, 0)
     counts = tl.maximum(number, 1).to(tl.float64)
-    tl.store(LAST_MEAN + of_row, mean_sum / counts, there)
-    tl.store(LAST_VARIANCE + of_row, variance_sum / counts, there)
+    tl.store(LAST_MEAN + state_places, mean_sum / counts, there)
+    tl.store(LAST_VARIANCE + state_places, variance_sum / counts, there)
 
 
 @triton.jit
-def _of_away(of_total, OWN, MEANS, MEAN, row, position, length, count, kept, group, groups):
+def _grad_away(grad_total, OWN, MEANS, MEAN, sequence, position, length, count, kept, group, groups):
     """Return the gradient of the distance m_t - M_{t-1}; masked positions have gradient 0.
 
-    `of_total` is the gradient of n S.
+    `grad_total` is the gradient of n S.
     """
     used = (kept > 0)[:, None] & (group < groups)[None, :]
-    places = (row * length + position.to(tl.int64))[:, None] * groups + group[None, :]
+    places = (sequence * length + position.to(tl.int64))[:, None] * groups + group[None, :]
     before = _double(MEANS, places - groups, used & (position > 0)[:, None])
-    first = _double(MEAN, row * groups + group, group < groups)
+    first = _double(MEAN, sequence * groups + group, group < groups)
     away = _double(OWN, places, used) - tl.where((position > 0)[:, None], before, first[None, :])
-    return tl.where(used, 2.0 * of_total * (1.0 - 1.0 / tl.maximum(count, 1).to(tl.float64))[:, None] * away, 0.0)
+    return tl.where(used, 2.0 * grad_total * (1.0 - 1.0 / tl.maximum(count, 1).to(tl.float64))[:, None] * away, 0.0)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -237,7 +237,7 @@ def _statistics_backward_kernel(
     COUNT, MEAN,  # [B], [B, groups]
     GRAD_MEAN, GRAD_VARIANCE,  # gradients of the last mean and variance, [B, groups]
     STRETCH, SHIFT,  # [B, T, groups]
-    OF_MEAN, OF_VARIANCE,  # gradients of the initial mean and variance, [B, groups]
+    GRAD_FIRST_MEAN, GRAD_FIRST_VARIANCE,  # gradients of the initial mean and variance, [B, groups]
     length, groups, width,
     BLOCK_T: tl.constexpr, BLOCK_G: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
@@ -245,49 +245,49 @@ def _statistics_backward_kernel(
 
     The program index is `sequence * BLOCKS + block of groups`.
     """
-    row, group = _place(BLOCKS, BLOCK_G)
-    there, of_row = group < groups, row * groups + group
-    started = tl.load(COUNT + row)
+    sequence, group = _place(BLOCKS, BLOCK_G)
+    there, state_places = group < groups, sequence * groups + group
+    started = tl.load(COUNT + sequence)
     number = started
     for start in range(0, length, BLOCK_T):
-        number += tl.sum(_kept(MASK, row, start + tl.arange(0, BLOCK_T), length), 0)
+        number += tl.sum(_kept(MASK, sequence, start + tl.arange(0, BLOCK_T), length), 0)
     # Gradients of n M and n S after the current tile.
     scale = 1.0 / (tl.maximum(number, 1).to(tl.float64) * width)
     mean_sum, variance_sum = tl.zeros([BLOCK_G], tl.float64), tl.zeros([BLOCK_G], tl.float64)
     if GRAD_MEAN is not None:
-        mean_sum += _double(GRAD_MEAN, of_row, there) * scale
+        mean_sum += _double(GRAD_MEAN, state_places, there) * scale
     if GRAD_VARIANCE is not None:
-        variance_sum += _double(GRAD_VARIANCE, of_row, there) * scale
+        variance_sum += _double(GRAD_VARIANCE, state_places, there) * scale
     first_away = tl.zeros([BLOCK_G], tl.float64)
     for step in range(0, tl.cdiv(length, BLOCK_T)):
         position = (tl.cdiv(length, BLOCK_T) - 1 - step) * BLOCK_T + tl.arange(0, BLOCK_T)
-        kept, following = _kept(MASK, row, position, length), _kept(MASK, row, position + 1, length)
+        kept, following = _kept(MASK, sequence, position, length), _kept(MASK, sequence, position + 1, length)
         number -= tl.sum(kept, 0)
         counted = number + tl.cumsum(kept, 0)
         share = (1.0 / tl.maximum(counted, 1).to(tl.float64))[:, None]
         inside = (position < length)[:, None] & there[None, :]
-        places = (row * length + position.to(tl.int64))[:, None] * groups + group[None, :]
+        places = (sequence * length + position.to(tl.int64))[:, None] * groups + group[None, :]
         rstd = _double(RSTD, places, inside)
         gained = -0.5 * rstd * rstd * _double(PRODUCTS, places, inside) * share
-        of_total = variance_sum[None, :] + _from_end(gained)
-        of_away = _of_away(of_total, OWN, MEANS, MEAN, row, position, length, counted, kept, group, groups)
-        of_next = _of_away(
-            of_total - gained, OWN, MEANS, MEAN, row, position + 1, length, counted + following, following, group,
-            groups,
+        grad_total = variance_sum[None, :] + _from_end(gained)
+        grad_away = _grad_away(grad_total, OWN, MEANS, MEAN, sequence, position, length, counted, kept, group, groups)
+        grad_next = _grad_away(
+            grad_total - gained, OWN, MEANS, MEAN, sequence, position + 1, length, counted + following, following,
+            group, groups,
         )  # fmt: skip
-        direct = tl.where(inside, (-_double(SUMS, places, inside) - of_next) * share, 0.0)
-        of_sum = mean_sum[None, :] + _from_end(direct)
+        direct = tl.where(inside, (-_double(SUMS, places, inside) - grad_next) * share, 0.0)
+        grad_sum = mean_sum[None, :] + _from_end(direct)
         used = (kept > 0)[:, None]
-        stretch = tl.where(used, 2.0 * of_total, 0.0)
-        shift = tl.where(used, of_sum + of_away, 0.0) - stretch * _double(OWN, places, inside)
+        stretch = tl.where(used, 2.0 * grad_total, 0.0)
+        shift = tl.where(used, grad_sum + grad_away, 0.0) - stretch * _double(OWN, places, inside)
         tl.store(STRETCH + places, stretch.to(tl.float32), inside)
         tl.store(SHIFT + places, shift.to(tl.float32), inside)
         mean_sum += tl.sum(direct, 0)
         variance_sum += tl.sum(gained, 0)
-        first_away = tl.sum(tl.where((position == 0)[:, None], of_away, 0.0), 0)
+        first_away = tl.sum(tl.where((position == 0)[:, None], grad_away, 0.0), 0)
     begun = started.to(tl.float64) * width
-    tl.store(OF_MEAN + of_row, begun * mean_sum - width * first_away, there)
-    tl.store(OF_VARIANCE + of_row, begun * variance_sum, there)
+    tl.store(GRAD_FIRST_MEAN + state_places, begun * mean_sum - width * first_away, there)
+    tl.store(GRAD_FIRST_VARIANCE + state_places, begun * variance_sum, there)
 
 
 @triton.jit
@@ -301,23 +301,23 @@ def _step_kernel(
     groups, width, eps,
     BLOCK_G: tl.constexpr, BLOCK_W: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Process one position with float64 statistics. The program index is `batch row * BLOCKS + block of groups`."""
-    batch, group = _place(BLOCKS, BLOCK_G)
+    """Process one position with float64 statistics. The program index is `sequence * BLOCKS + block of groups`."""
+    sequence, group = _place(BLOCKS, BLOCK_G)
     feature = tl.arange(0, BLOCK_W)
     there = group < groups
     inside = there[:, None] & (feature < width)[None, :]
     places = group[:, None] * width + feature[None, :]
-    count = tl.load(COUNT + batch)
-    values = tl.load(X + batch * groups * width + places, inside, other=0.0).to(tl.float32)
+    count = tl.load(COUNT + sequence)
+    values = tl.load(X + sequence * groups * width + places, inside, other=0.0).to(tl.float32)
     keep = count >= 0
     if KEPT is not None:
-        keep = tl.load(KEPT + batch) != 0
+        keep = tl.load(KEPT + sequence) != 0
         values = tl.where(keep, values, 0.0)
     own = tl.sum(values, 1) / width
     around = tl.where(inside, values - own[:, None], 0.0)
     spread = tl.sum(around * around, 1) / width
-    mean = tl.load(MEAN + batch * groups + group, there, other=0.0)
-    variance = tl.load(SPREAD + batch * groups + group, there, other=0.0)
+    mean = tl.load(MEAN + sequence * groups + group, there, other=0.0)
+    variance = tl.load(SPREAD + sequence * groups + group, there, other=0.0)
     following = count + tl.where(keep, 1, 0).to(tl.int64)
     share = 1.0 / tl.maximum(following, 1).to(tl.float64)
     away = own.to(tl.float64) - mean
@@ -331,11 +331,11 @@ def _step_kernel(
     if BIAS is not None:
         y += tl.load(BIAS + places, inside, other=0.0).to(tl.float32)
     y = tl.where(keep, y, 0.0)
-    tl.store(Y + batch * groups * width + places, y.to(Y.dtype.element_ty), inside)
-    tl.store(NEXT_MEAN + batch * groups + group, next_mean, there)
-    tl.store(NEXT_SPREAD + batch * groups + group, next_variance, there)
+    tl.store(Y + sequence * groups * width + places, y.to(Y.dtype.element_ty), inside)
+    tl.store(NEXT_MEAN + sequence * groups + group, next_mean, there)
+    tl.store(NEXT_SPREAD + sequence * groups + group, next_variance, there)
     if tl.program_id(0) % BLOCKS == 0:
-        tl.store(NEXT_COUNT + batch, following)
+        tl.store(NEXT_COUNT + sequence, following)
 
 
 def _tile_of(x: Tensor, groups: int) -> tuple[dict[str, int], int]:
@@ -395,10 +395,10 @@ def sums(
     groups, features = means.shape[2], x.shape[2]
     parts = cdiv(_tile_of(x, groups)[1], TILES)
     summed, products = torch.empty_like(rstds), torch.empty_like(rstds)
-    of_weight, of_bias = (None if t is None else rstds.new_empty(parts, features) for t in (weight, bias))
+    grad_weight, grad_bias = (None if t is None else rstds.new_empty(parts, features) for t in (weight, bias))
     inputs = gradients, x, mask, means, rstds, weight
-    _over_features(_sums_kernel, groups, inputs, summed, products, of_weight, of_bias, TILES=TILES)
-    return summed, products, *(None if t is None else t.sum(0) for t in (of_weight, of_bias))
+    _over_features(_sums_kernel, groups, inputs, summed, products, grad_weight, grad_bias, TILES=TILES)
+    return summed, products, *(None if t is None else t.sum(0) for t in (grad_weight, grad_bias))
 
 
 def statistics_backward(

@@ -1,7 +1,5 @@
 """Timestep norm with Triton kernels, as custom operators."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -9,12 +7,7 @@ from .._custom_operator import has_gradients, register
 from . import torch_backend, triton_kernels
 from .reference import TimestepNormState
 
-_operator = torch_backend.register_norm("timestep_norm_triton", triton_kernels)
-
-
-def timestep_norm(x: Tensor, groups: int, **call: Any) -> tuple[Tensor, TimestepNormState]:
-    """Return `reference.timestep_norm`."""
-    return torch_backend.timestep_norm(x, groups, run=_operator, **call)
+operator = torch_backend.register_norm("timestep_norm_triton", triton_kernels)
 
 
 def step(
@@ -23,17 +16,11 @@ def step(
 ) -> tuple[Tensor, TimestepNormState]:  # fmt: skip
     """Return `reference.step`, in one launch if no gradient is required."""
     if has_gradients((x, weight, bias, state.mean, state.variance)):
-        mask = None if mask is None else mask[:, None]
-        y, state = timestep_norm(x[:, None], groups, weight=weight, bias=bias, eps=eps, mask=mask, initial_state=state)
+        arguments = x[:, None], groups, weight, bias, eps, None if mask is None else mask[:, None]
+        y, state = torch_backend.timestep_norm(*arguments, initial_state=state, run=operator)
         return y[:, 0], state
     y, *state = _step_operator(x, weight, bias, mask, *state, groups, eps)
     return y, TimestepNormState(*state)
-
-
-def _step_fake(
-    x: Tensor, count: Tensor, mean: Tensor, variance: Tensor, **_: object
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), torch.empty_like(count), torch.empty_like(mean), torch.empty_like(variance)
 
 
 _step_operator = register(
@@ -41,6 +28,6 @@ _step_operator = register(
     torch_backend.INPUTS,
     "(Tensor, Tensor, Tensor, Tensor)",
     triton_kernels.step,
-    _step_fake,
+    lambda x, count, mean, variance, **_: (x.new_empty(x.shape), *map(torch.empty_like, (count, mean, variance))),
     flops=lambda **_: (0, 0),
 )

@@ -21,7 +21,7 @@ BLOCKS = {
     "recurrence.formula": {"GROUP": (1, 4)},
     "luna_causal_attention.torch_backend": {"CHUNK": (8, 3), "BLOCK_TOKENS": (1, 1 << 60)},
     "gated_attention.torch_backend": {
-        "BLOCK_ROWS": (3, 256), "BLOCK_SCORES_CPU": (60, 1 << 60), "KEPT": (0.0, math.inf),
+        "BLOCK_QUERIES": (3, 256), "BLOCK_SCORES_CPU": (60, 1 << 60), "KEPT": (0.0, math.inf),
     },
     "timestep_norm.torch_passes": {"BLOCK": (80, 1 << 40)},
 }  # fmt: skip

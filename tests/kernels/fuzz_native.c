@@ -80,7 +80,7 @@ static void fuzz_average(uint64_t seed) {
     static const int64_t channels[] = {0, 1, 3, 4, 7, 8, 15, 16, 17, 31, 33, 48};
     static const int64_t lengths[] = {0, 1, 2, 15, 16, 17, 63, 64, 65, 129, 200};
     int64_t S = draw(5), D = channels[draw(12)], N = 1 + draw(draw(4) ? 6 : 33), P = 1 + draw(2), total = 0;
-    Call c = {.sequences = S, .channels = D, .states = N, .parts = (int32_t)P, .directions = (int32_t)(1 + draw(2))};
+    Call c = {.sequences = S, .channels = D, .states = N, .components = (int32_t)P, .directions = (int32_t)(1 + draw(2))};
     if (draw(2)) {
         int64_t *bounds = array(S + 1, 8);
         bounds[0] = 0;
@@ -109,7 +109,7 @@ static void fuzz_average(uint64_t seed) {
     if (!both && draw(2)) c.final = result(H);
     if (!both && draw(2)) c.grad_final = floats(H);
     c.grad_decay = result(R * N), c.grad_in = result(R * N), c.grad_weight = result(R * N * P);
-    if (P == 2) c.grad_phase = result(R * N);
+    if (P == 2) c.grad_radians = result(R * N);
     uint64_t first[2] = {0, 0};
     for (int threads = 1; threads < 5; threads += 3) for (int backward = 0; backward < 2; backward++) {
         Call now = c;
@@ -119,7 +119,7 @@ static void fuzz_average(uint64_t seed) {
         uint64_t sum = digest(now.out, X, half, seed);
         if (!backward) sum += digest(c.final, H, 0, seed);
         else {
-            sum += digest(c.grad_decay, R * N, 0, seed) + digest(c.grad_phase, R * N, 0, seed) * 3;
+            sum += digest(c.grad_decay, R * N, 0, seed) + digest(c.grad_radians, R * N, 0, seed) * 3;
             sum += digest(c.grad_in, R * N, 0, seed) * 5 + digest(c.grad_weight, R * N * P, 0, seed) * 7;
             sum += digest(c.grad_skip, D, 0, seed) * 11 + digest(c.grad_initial, H, 0, seed) * 13;
         }
@@ -131,7 +131,7 @@ static void fuzz_average(uint64_t seed) {
 static void fuzz_step(uint64_t seed) {
     int64_t S = draw(4), D = draw(20), P = 1 + draw(2), M = (1 + draw(40)) * P;
     int half = (int)draw(2);
-    Step s = {.sequences = S, .channels = D, .numbers = M, .parts = (int32_t)P, .silu = (int32_t)draw(2), .half = half};
+    Step s = {.sequences = S, .channels = D, .numbers = M, .components = (int32_t)P, .silu = (int32_t)draw(2), .half = half};
     s.x = rows(S * D, half), s.before = floats(S * D * M);
     s.change = floats(D * M), s.in = floats(D * M), s.weight = floats(D * M);
     if (draw(2)) s.mask = mask(S);

@@ -171,7 +171,7 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("damped_ema", {"truncation": 4, "initial_state": truncated(3)}, r"inputs \[2, 4, 5\], got \[2, 3, 5\]"),
     ("damped_ema", {"initial_state": truncated(3)}, "is a TruncatedEmaState; pass its truncation too"),
     ("damped_ema", doubled(*LOGITS, "expansion", "projection") | {"return_state": True},
-     "a bidirectional average has no state"),
+     "a bidirectional model has no state"),
     ("damped_ema_step", doubled(*LOGITS, "expansion", "projection"), "one row of parameters per channel"),
     ("damped_ema_step", {"state": truncated(4), "coefficients": (SKIP, SKIP, SKIP)},
      "`coefficients` do not apply to a `TruncatedEmaState`; omit them"),
