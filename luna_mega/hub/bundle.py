@@ -7,9 +7,8 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from luna_mega._cards import FILE_NAME, TAG, add_section, loading_section, loading_without_package
-from luna_mega._code import generated_files, write_code
 from luna_mega._register import CONFIGS, model_classes
+from luna_mega.cards import FILE_NAME, TAG, add_section, loading_section, loading_without_package
 from luna_mega.errors import ConversionError, reason
 from luna_mega.escaping import markdown
 from luna_mega.hub.files import copy_model
@@ -17,6 +16,7 @@ from luna_mega.hub.folder import build_config, read_config, weight_files
 from luna_mega.hub.output import check_output, complete_folder
 from luna_mega.modeling_common.configuration import has_code, is_foreign
 from luna_mega.modeling_luna import tokenization_luna
+from luna_mega.saved_code import generated_files, write_code
 
 
 def bundle(folder: str | Path, output: str | Path | None = None) -> list[str]:

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from huggingface_hub import HfApi
 from transformers import EarlyStoppingCallback, ProgressCallback, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import has_length
 
+from luna_mega.cards import complete_trainer_card, describe_source, license_metadata
 from luna_mega.hub.find import find_model
 from luna_mega.training.arguments import check_launch, check_least, check_precision, fail, one_line
 from luna_mega.training.checkpoints import check_resumed, count_worse, find_checkpoint, load_finished
 from luna_mega.training.models import CheckpointArguments
 from luna_mega.training.plots import plot_losses
 from luna_mega.training.products import use_onednn
-from luna_mega.training.publishing import check_hub, complete_card, describe_source, publish
 from luna_mega.training.trainer import (
     DIVERGED,
     DivergenceCallback,
@@ -92,7 +93,7 @@ class Run:
             trainer: Trainer of the model.
             evaluate: Function that returns the metrics after training; by default, `score`.
             predict: Function that predicts the test splits and returns their metrics, with `--do_predict`.
-            describe: Function that completes the model card; by default, `complete_card`.
+            describe: Function that completes the model card; by default, `complete_trainer_card`.
         """
         callbacks = [EpochCallback(), DivergenceCallback()]
         if patience := getattr(self.data, "early_stopping_patience", None):
@@ -114,7 +115,7 @@ class Run:
                 output = Path(self.training.output_dir)
                 with suppress(ValueError):  # nothing was logged, as by a run that resumes after its last step
                     plot_losses({output.resolve().name: output}, output / "training.png")
-            (describe or complete_card)(trainer, self.base_model, self.license, describe_source(self.data))
+            (describe or complete_trainer_card)(trainer, self.base_model, self.license, describe_source(self.data))
             publish(trainer)
         return metrics
 
@@ -152,6 +153,28 @@ def _check_options(data: object, model: CheckpointArguments, training: TrainingA
         if training.dataloader_num_workers > 1:
             fail(f"--dataloader_num_workers {training.dataloader_num_workers}: --streaming supports at most 1 worker")
         check_least(data, 1, "shuffle_buffer")
+
+
+def check_hub(training: TrainingArguments, license: str | None = None) -> None:
+    """Exit if the license is invalid or the model cannot be pushed."""
+    with one_line("--license"):
+        license_metadata(license)
+    if training.hub_token:
+        fail("--hub_token: Trainer would push it with training_args.bin; use `hf auth login` or HF_TOKEN instead")
+    if training.push_to_hub:
+        with one_line("--push_to_hub"):
+            HfApi().whoami()
+
+
+def publish(trainer: Trainer) -> None:
+    """After training, write README.md and, with `--push_to_hub`, push the output folder."""
+    if not trainer.args.push_to_hub:
+        trainer.create_model_card()
+        return
+    output = trainer.args.output_dir
+    again = f'hf upload {trainer.hub_model_id} {output} . --exclude "checkpoint-*"'
+    with one_line(f"the push failed, but {output} is complete; push it with `{again}`", RuntimeError):
+        trainer.push_to_hub()
 
 
 def save(trainer: Trainer, split: str, metrics: dict[str, Any]) -> dict[str, Any]:
