@@ -82,7 +82,6 @@ class Run:
         *,
         evaluate: Step | None = None,
         predict: Step | None = None,
-        describe: Callable[..., None] | None = None,
     ) -> dict[str, Any]:
         """Train, evaluate, predict and publish the model, as the options specify; return all metrics.
 
@@ -93,7 +92,6 @@ class Run:
             trainer: Trainer of the model.
             evaluate: Function that returns the metrics after training; by default, `score`.
             predict: Function that predicts the test splits and returns their metrics, with `--do_predict`.
-            describe: Function that completes the model card; by default, `complete_trainer_card`.
         """
         callbacks = [EpochCallback(), DivergenceCallback()]
         if patience := getattr(self.data, "early_stopping_patience", None):
@@ -115,7 +113,7 @@ class Run:
                 output = Path(self.training.output_dir)
                 with suppress(ValueError):  # nothing was logged, as by a run that resumes after its last step
                     plot_losses({output.resolve().name: output}, output / "training.png")
-            (describe or complete_trainer_card)(trainer, self.base_model, self.license, describe_source(self.data))
+            complete_trainer_card(trainer, self.base_model, self.license, describe_source(self.data))
             publish(trainer)
         return metrics
 
