@@ -101,31 +101,24 @@ def loading_section(model_class: type, folder: str | os.PathLike[str], name: str
         name: Repository or folder that the code loads.
         license: License of the weights, if it is known.
     """
-    auto = auto_class_of(model_class)
-    imports = [auto] if auto else []
-    lines = ["import luna_mega  # registers the model with transformers"]
-    tokenizer = []
-    if Path(folder, "tokenizer_config.json").is_file():
-        imports.append("AutoTokenizer")
-        tokenizer = [f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)})"]
-    if imports:
-        lines.append(f"from transformers import {', '.join(imports)}")
-    loader = auto or f"luna_mega.{model_class.__name__}"
-    lines += ["", f"model = {loader}.from_pretrained({json.dumps(name)})", *tokenizer]
+    loader = auto_class_of(model_class) or f"luna_mega.{model_class.__name__}"
+    lines = ["import luna_mega  # registers the model with transformers", *_loading_lines(loader, folder, name)]
     text = ["## Load this model", "", "```python", *lines, "```", ""]
     has_code = Path(folder, CODE_FOLDER).is_dir()
     if has_code:
-        text += [
-            WITHOUT_PACKAGE,
-            "",
-            "```python",
-            *loading_without_package(model_class, name),
-            "```",
-            "",
-        ]
+        text += [WITHOUT_PACKAGE, "", "```python", *loading_without_package(model_class, name), "```", ""]
     licenses = f"Weights: {license or 'not stated; set `license` in the metadata of this card'}."
     licenses += f" `{CODE_FOLDER}`: Apache License 2.0." * has_code
     return "\n".join([*text, licenses, ""])
+
+
+def _loading_lines(loader: str, folder: str | os.PathLike[str], name: str) -> list[str]:
+    """Return lines of code that load a model with the class `loader`, and the tokenizer if the folder has one."""
+    has_tokenizer = Path(folder, "tokenizer_config.json").is_file()
+    imports = sorted([*([] if "." in loader else [loader]), *["AutoTokenizer"] * has_tokenizer])
+    lines = [f"from transformers import {', '.join(imports)}"] if imports else []
+    lines += ["", f"model = {loader}.from_pretrained({json.dumps(name)})"]
+    return lines + [f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)})"] * has_tokenizer
 
 
 def loading_without_package(model_class: type, name: str) -> list[str]:
@@ -300,16 +293,6 @@ def describe_source(data: object) -> dict[str, str | None]:
     return {"dataset": markdown(" and ".join(Path(path).resolve().name for path in paths))}
 
 
-def _transformers_section(model_class: str, place: str, output: Path) -> str:
-    """Return the section of a card with the code that loads a model of transformers, and its tokenizer if any."""
-    names = {"model": model_class}
-    if (output / "tokenizer_config.json").is_file():
-        names["tokenizer"] = "AutoTokenizer"
-    lines = [f"from transformers import {', '.join(sorted(names.values()))}", ""]
-    lines += [f"{name} = {kind}.from_pretrained({json.dumps(place)})" for name, kind in names.items()]
-    return "\n".join(["## Load this model", "", code_block("\n".join(lines), "python"), ""])
-
-
 def complete_trainer_card(trainer: Any, base: str | None, license: str | None, source: dict[str, str | None]) -> None:
     """Let `Trainer.create_model_card`, which `push_to_hub` calls, write dataset, task, base model and license.
 
@@ -333,7 +316,8 @@ def complete_trainer_card(trainer: Any, base: str | None, license: str | None, s
         card.text = re.sub(r"\n## [^\n]+\n\nMore information needed\n", "", card.text)
         if "from_pretrained" not in card.text:  # models of transformers
             place = trainer.args.hub_model_id or about["model_name"]
-            card.text = add_section(card.text, _transformers_section(model_class, place, output))
+            lines = "\n".join(_loading_lines(model_class, output, place))
+            card.text = add_section(card.text, f"## Load this model\n\n{code_block(lines, 'python')}\n")
         if is_local:
             name = code(Path(base).resolve().name)
             card.text = card.text.replace("was trained from scratch", f"was fine-tuned from {name}", 1)
