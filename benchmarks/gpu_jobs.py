@@ -4,6 +4,7 @@ A job prints rows: a check with its result, or a measurement in milliseconds. If
 support the models, jobs that need models are skipped, and the reason is printed.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from cases import CASES, MISSING, words
-from measure import passes
+from measure import clock, passes
 
 from luna_mega import compat
 from tests.kernels import gpu
@@ -38,6 +39,7 @@ MODELS = {
 }
 PEERS = {"encoders": "roberta_sdpa", "decoders": "llama_sdpa"}
 MODEL_SIZES = [{"n": 512, "b": 8}, {"n": 4096, "b": 16}]
+CLOCK = argparse.Namespace(device=gpu.DEVICE.type, clock="wall")
 TOY_MODEL = {"n": 64, "b": 1, "hidden_size": 64, "num_hidden_layers": 1}
 
 
@@ -139,7 +141,7 @@ def measure(part: str, _: str, entries: list[tuple]) -> Iterator[Row]:
                 runs = passes(CASES[case].make(variant, gpu.DEVICE, gpu.DTYPE, size))
                 last = (case, variant, size)
             run = runs[about["pass"]]
-            row |= {"eager": _median(run), "host": _host(run, 3)}
+            row |= {"eager": 1000 * clock(run, CLOCK), "host": _host(run, 3)}
             made.append((row, run))
         except Exception as error:
             row |= {"result": failure(error)}
@@ -148,18 +150,10 @@ def measure(part: str, _: str, entries: list[tuple]) -> Iterator[Row]:
         torch.cuda.empty_cache()
         try:
             replay, results = gpu.record(lambda run=run: [x for x in run() if x is not None])
-            yield row | {"graph": _median(replay)}
+            yield row | {"graph": 1000 * clock(replay, CLOCK)}
             del replay, results
         except Exception as error:
             yield row | {"result": f"no CUDA graph: {words(error)}"}
-
-
-def _median(run: Callable[[], object]) -> float:
-    if not gpu.GPU:
-        return _host(run, 1)
-    from triton.testing import do_bench
-
-    return do_bench(run, warmup=10, rep=50, return_mode="median")  # it clears the cache between calls
 
 
 def _host(run: Callable[[], object], repeats: int) -> float:

@@ -58,9 +58,9 @@ def encoder(kind, n, model=None, **fields):
     return AutoModel.from_config(config, **model or {})
 
 
-def roberta(n, attention="sdpa", **fields):
+def roberta(n, **fields):
     # Position ids start after the padding id.
-    model = {"attn_implementation": attention, "add_pooling_layer": False}
+    model = {"attn_implementation": "sdpa", "add_pooling_layer": False}
     return encoder("roberta", n + 2, model, type_vocab_size=1, **fields)
 
 

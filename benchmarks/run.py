@@ -48,7 +48,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--threads", type=int, nargs="+", default=[1], help="numbers of CPU threads")
-    parser.add_argument("--clock", choices=("cpu", "wall"), help="default: cpu (processor time) for one thread")
     parser.add_argument("--lengths", type=int, nargs="+", help="only these lengths n")
     parser.add_argument("--size", nargs="+", default=[], metavar="FIELD=VALUE", help="replace fields of all sizes")
     parser.add_argument(
@@ -62,7 +61,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if unknown := set(arguments.cases) - set(CASES):
         parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    arguments.clock = arguments.clock or ("cpu" if arguments.threads == [1] else "wall")
+    arguments.clock = "cpu" if arguments.threads == [1] else "wall"  # processor time of one thread
     arguments.output = arguments.output or Path("outputs/benchmarks") / results_file().name
     return arguments
 

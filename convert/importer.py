@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega._cards import how_to_load
+from luna_mega.cards import architecture, conversion_card, how_to_load, license_metadata
 from luna_mega.convert import conventions
 from luna_mega.convert.dictionaries import Dictionaries
 from luna_mega.convert.evidence import Evidence, ModelSpec, Tensors
@@ -35,7 +35,6 @@ from luna_mega.convert.tensors import (
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.errors import ConversionError, errors_of
 from luna_mega.escaping import short_line
-from luna_mega.hub.card import architecture, conversion_card, license_metadata
 from luna_mega.hub.output import check_output, complete_folder
 
 

@@ -143,13 +143,11 @@ def check_unshared(mapping: TensorMap, tensors: Tensors) -> None:
                 )
 
 
-def meta_model(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype = torch.float32
-) -> PreTrainedModel:
-    """Return a model without memory; in half precision, the parts that stay in float32 are float32."""
+def meta_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a float32 model without memory."""
     try:
         with torch.device("meta"):
-            return model_class._from_config(config, dtype=dtype)
+            return model_class._from_config(config, dtype=torch.float32)
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # of torch, for sizes that no tensor has
         raise ConversionError(f"the sizes of the configuration are invalid: {reason(error)}") from error
 

@@ -37,7 +37,6 @@ from sklearn.pipeline import make_pipeline
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
-    DataCollatorWithPadding,
     Trainer,
     TrainingArguments,
     pipeline,
@@ -173,7 +172,7 @@ def train(name: str, data: dict[str, Dataset], options: Arguments, folder: Path)
         use_cpu=True,
     )
     sets = {"train_dataset": tokens["train"], "eval_dataset": tokens["test"], "compute_metrics": lib.accuracy}
-    trainer = Trainer(model, arguments, DataCollatorWithPadding(tokenizer), processing_class=tokenizer, **sets)
+    trainer = Trainer(model, arguments, processing_class=tokenizer, **sets)
     trainer.train()
     trainer.save_model()
     return [row["eval_accuracy"] for row in trainer.state.log_history if "eval_accuracy" in row]

@@ -21,7 +21,6 @@ from datasets import Audio, Dataset
 from scipy.signal import resample_poly
 from transformers import (
     AutoModelForSequenceClassification,
-    DataCollatorWithPadding,
     PreTrainedConfig,
     TrainingArguments,
     Wav2Vec2FeatureExtractor,
@@ -185,7 +184,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         train_dataset=splits.get("train"),
         eval_dataset=splits.get("validation"),
         processing_class=extractor,
-        data_collator=DataCollatorWithPadding(extractor),
         compute_metrics=lib.accuracy,
     )
 

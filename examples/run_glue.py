@@ -19,7 +19,6 @@ import numpy as np
 from datasets import Dataset
 from transformers import (
     AutoModelForSequenceClassification,
-    DataCollatorWithPadding,
     EvalPrediction,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
@@ -166,7 +165,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         train_dataset=splits.get("train"),
         eval_dataset=validation.get("", validation) or None,
         processing_class=tokenizer,
-        data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=make_metrics(data, outputs),
     )
 

@@ -112,8 +112,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, ModelArguments, Traini
         if training.per_device_train_batch_size % 2:
             lib.fail("--mixup and --cutmix mix pairs; --per_device_train_batch_size must be even")
         training.dataloader_drop_last = True  # the last batch may be odd
-    if data.image_size is not None:
-        lib.check_least(data, 1, "image_size")
+    lib.check_least(data, 1, "image_size")
     lib.check_least(model, 1, "patch_size")
     if data.channels not in (None, 1, 3):
         lib.fail(f"--channels {data.channels} must be 1 or 3")

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from datasets import Dataset
 from transformers import (
     AutoModelForSequenceClassification,
-    DataCollatorWithPadding,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     TrainingArguments,
@@ -80,7 +79,6 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         train_dataset=splits.get("train"),
         eval_dataset=splits.get("validation"),
         processing_class=tokenizer,
-        data_collator=DataCollatorWithPadding(tokenizer),
         compute_metrics=lib.accuracy,
     )
 

@@ -9,9 +9,8 @@ if not (_folder := Path(__file__).resolve().parent).joinpath("kernels").is_dir()
     __path__.append(str(_folder.parent))
 
 from luna_mega import compat  # noqa: F401  # first, because it checks the versions of what is imported next
-from luna_mega._cards import add_to_cards
-from luna_mega._code import save_code
 from luna_mega._register import register_auto_classes
+from luna_mega.cards import add_to_cards
 from luna_mega.modeling_luna.configuration_luna import *
 from luna_mega.modeling_luna.modeling_luna import *
 from luna_mega.modeling_luna.segments_luna import *
@@ -20,6 +19,7 @@ from luna_mega.modeling_mega.configuration_mega import *
 from luna_mega.modeling_mega.modeling_mega import *
 from luna_mega.modeling_megalodon.configuration_megalodon import *
 from luna_mega.modeling_megalodon.modeling_megalodon import *
+from luna_mega.saved_code import save_code
 
 __all__ = [
     "LunaCache",

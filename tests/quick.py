@@ -6,14 +6,14 @@ from collections.abc import Iterator
 import jinja2
 import pytest
 
-from luna_mega import _code
+from luna_mega import saved_code
 
 
 @pytest.fixture(autouse=True)
 def without_code(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Save folders without the code of the model, 50 files, unless the test uses the fixture `with_code`."""
     if "with_code" not in request.fixturenames:
-        monkeypatch.setattr(_code, "_enabled", False)
+        monkeypatch.setattr(saved_code, "_enabled", False)
 
 
 @pytest.fixture

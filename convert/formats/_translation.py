@@ -7,7 +7,6 @@ from luna_mega.convert.table import Arg, typed
 from luna_mega.convert.tokenizers import WORDS, ConvertedTokenizer
 from luna_mega.convert.tokenizers.translation import translation_tokenizer
 from luna_mega.errors import ConversionError, shown
-from luna_mega.hub.folder import position_limit
 
 SIDES = {"encoder": "max_source_positions", "decoder": "max_target_positions"}
 _LONGEST = 200
@@ -53,7 +52,7 @@ def companions(spec: ModelSpec, evidence: Evidence, positions: int) -> Companion
             return None
         source, other = dictionaries.vocabulary, dictionaries.target
         made = {
-            dictionary: translation_tokenizer(dictionary, bpe, position_limit(config.get_text_config(**side)))
+            dictionary: translation_tokenizer(dictionary, bpe, config.get_text_config(**side).longest_input)
             for dictionary, side in ((other, {"decoder": True}), (source, {"encoder": True}))
         }
         kind = WORDS if bpe is None else "byte-pair encoding"

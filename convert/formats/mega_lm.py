@@ -12,7 +12,6 @@ from luna_mega.convert.keymap import KeyMap, Row
 from luna_mega.convert.table import Arg, derived, fields, read_if, typed
 from luna_mega.convert.tokenizers import ConvertedTokenizer
 from luna_mega.convert.tokenizers.language_models import lm_tokenizer
-from luna_mega.hub.folder import position_limit
 
 _BODY = "decoder"
 _EMBEDDING, _BANDS = f"{_BODY}.embed_tokens.weight", f"{_BODY}.embed_tokens.embeddings"
@@ -180,7 +179,7 @@ class MegaLM(_mega.MegaFormat):
     def companions(self, spec: ModelSpec, evidence: Evidence) -> Companions:
         def tokenizer(dictionaries: Dictionaries, bpe: Bpe, notes: list[str]) -> ConvertedTokenizer | None:
             found = dictionaries.has_vocabulary(bpe)
-            return lm_tokenizer(dictionaries.vocabulary, bpe, position_limit(spec.config)) if found else None
+            return lm_tokenizer(dictionaries.vocabulary, bpe, spec.config.longest_input) if found else None
 
         return Companions(VocabularyAndLabels(spec.vocab_size, None, None), tokenizer)
 

@@ -11,7 +11,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     TrainingArguments,
-    default_data_collator,
 )
 
 from lra.tasks import GRAYS, LraTask, gray_levels
@@ -68,6 +67,6 @@ def pretrain(
         Reconstruction(model, GRAYS if tokenizer is None else len(tokenizer)),
         options,
         train_dataset=mask_split(split, task, tokenizer, share, training.seed),
-        data_collator=DataCollatorForTokenClassification(tokenizer) if tokenizer else default_data_collator,
+        data_collator=DataCollatorForTokenClassification(tokenizer) if tokenizer else None,
     )
     lib.save(trainer, "self_pretraining", {"self_pretraining_loss": trainer.train().training_loss})

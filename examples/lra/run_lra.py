@@ -30,7 +30,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
     TrainingArguments,
-    default_data_collator,
 )
 from transformers.hf_argparser import HfArg
 
@@ -181,14 +180,13 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     if data.self_pretraining_steps and training.do_train and not model.model_name_or_path:
         options = (task, tokenizer, training, data.self_pretraining_steps, data.mlm_probability)
         pretraining.pretrain(network, splits["train"], *options)
-    collator = make_pair_collator if task.pairs else DataCollatorWithPadding
     trainer = lib.OrderedTrainer(
         network,
         training,
         train_dataset=splits.get("train"),
         eval_dataset=splits.get("validation"),
         processing_class=tokenizer,
-        data_collator=collator(tokenizer) if tokenizer else default_data_collator,
+        data_collator=make_pair_collator(tokenizer) if task.pairs else None,
         compute_metrics=lib.accuracy,
     )
     if CONVENTIONS[data.convention].decays_all:

@@ -6,7 +6,6 @@ from pathlib import Path
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
-from transformers.utils import cached_file
 
 from luna_mega.errors import ConversionError, reason
 
@@ -34,12 +33,6 @@ def find_model(name: str) -> str:
         except LocalEntryNotFoundError:
             raise _unreachable(name, error) from error
     return name
-
-
-def find_file(name: str, path: str) -> Path | None:
-    """Return a file of a folder or of a model on the Hub; None if it does not have this file."""
-    file = cached_file(name, path, _raise_exceptions_for_missing_entries=False)
-    return Path(file) if file else None
 
 
 def find_dataset(name: str, cache_dir: str | Path) -> bool:

@@ -126,11 +126,6 @@ def largest_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values(), default=-1)
 
 
-def position_limit(config: PreTrainedConfig) -> int | None:
-    """Return the largest number of positions of the model; None if there is no limit."""
-    return config.longest_input
-
-
 def stacks(config: PreTrainedConfig) -> dict[str, PreTrainedConfig]:
     """Return the configuration of each stack of layers: of the encoder, of the decoder, or of both."""
     if config.is_encoder_decoder:
@@ -177,12 +172,12 @@ def read_folder(path: str | Path) -> ModelFolder:
     return ModelFolder(path, files, classes[name], config)
 
 
-def read_json(file: Path, kind: type = dict) -> Any:
-    """Return the content of a JSON file; raise an error unless it is an object or, if `kind` is `list`, an array."""
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; raise an error unless it is an object."""
     try:
         content = json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ConversionError(f"{file}: not JSON ({error}); repair it") from error
-    if not isinstance(content, kind):
-        raise ConversionError(f"{file}: not a JSON {'object' if kind is dict else 'array'}; repair it")
+    if not isinstance(content, dict):
+        raise ConversionError(f"{file}: not a JSON object; repair it")
     return content

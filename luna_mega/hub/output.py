@@ -78,18 +78,5 @@ def complete_folder(output: Path) -> Iterator[Path]:
             raise ConversionError(f"{output}: cannot write tokenizer.json: {reason(error)}") from error
         if output.is_dir():
             output.rmdir()
-        _move(partial, output)
-
-
-def _move(path: Path, place: Path) -> None:
-    """Move a folder, and create the missing parents of its new place; a failure undoes everything."""
-    created = []
-    try:
-        for folder in reversed([folder for folder in place.parents if not folder.exists()]):
-            folder.mkdir()
-            created.append(folder)
-        path.rename(place)
-    except BaseException:  # including KeyboardInterrupt
-        for folder in reversed(created):
-            folder.rmdir()
-        raise
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial.rename(output)

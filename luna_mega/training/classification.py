@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from datasets import ClassLabel, Dataset
 from torch.utils.data import Dataset as TorchDataset
 from transformers import EvalPrediction, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from luna_mega.errors import shown
-from luna_mega.escaping import terminal, tsv_field
-from luna_mega.training.arguments import fail
+from luna_mega.escaping import tsv_field
+from luna_mega.training.arguments import fail, say
 from luna_mega.training.data import ClassifierArguments
 from luna_mega.training.models import CheckpointArguments, are_default, label_names
 from luna_mega.training.runs import save, write_lines
@@ -91,13 +90,13 @@ def match_labels(model: CheckpointArguments, names: Sequence[str], training: Tra
         names = [name for name in names if name in outputs or not _is_unknown(name)]
     unknown = [name for name in names if name not in outputs]
     if unknown and training.do_train and model.ignore_mismatched_sizes:
-        _say(f"the labels {_listed(own)} of {source} are replaced by a new head for {_listed(names)}")
+        say(f"the labels {_listed(own)} of {source} are replaced by a new head for {_listed(names)}")
         return Labels(list(names), {name: index for index, name in enumerate(names)})
     if unknown:
         advice = "pass --ignore_mismatched_sizes to train a new head" if training.do_train else "rename the latter"
         fail(f"{source} has the labels {_listed(own)}, but not {_listed(unknown)} of the data; {advice}")
     if names and list(names) != own:
-        _say(f"labels are matched by name: {source} keeps {_listed(own)}; the data has {_listed(names)}")
+        say(f"labels are matched by name: {source} keeps {_listed(own)}; the data has {_listed(names)}")
     return Labels(own, outputs)
 
 
@@ -114,19 +113,14 @@ def _match_order(
     names = known if len(known) == len(own) else names
     if len(names) != len(own):
         fail(f"{source} has {len(own)} labels without names, but the data has {len(names)}: {_listed(names)}")
-    _say(f"{source} has no label names; its outputs are, in the order of the data, {_listed(names)}")
+    say(f"{source} has no label names; its outputs are, in the order of the data, {_listed(names)}")
     return Labels(list(names), {name: index for index, name in enumerate(names)})
 
 
-def _say(line: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(terminal(" ".join(line.split())), flush=True)
-
-
-def _listed(names: Iterable[str], most: int = 20) -> str:
+def _listed(names: Iterable[str]) -> str:
     """Return the first names as text, separated by commas."""
     names = list(names)
-    return ", ".join(names[:most]) + (f", ... ({len(names)} labels)" if len(names) > most else "")
+    return ", ".join(names[:20]) + (f", ... ({len(names)} labels)" if len(names) > 20 else "")
 
 
 def _is_unknown(name: str) -> bool:
@@ -165,7 +159,7 @@ def class_numbers(
             fail(f"split {name}, row {row}: label {split[column][row]!r} is {problem}")
         numbers.append(-100 if number is None else number)
     if name == "train" and (named := [label for label in outputs if label in labels and _is_unknown(label)]):
-        _say(f"{_listed(map(repr, named))} is a class of the training data; rows without a label have an empty field")
+        say(f"{_listed(map(repr, named))} is a class of the training data; rows without a label have an empty field")
     return _leave_out(split, column, numbers, -100, name, problem)
 
 
@@ -184,9 +178,9 @@ def _leave_out(
         row = labels.index(unknown)
         fail(f"split {name}, row {row}: label {split[column][row]!r} is {problem}; {count}, remove them")
     if name.startswith("test"):
-        _say(f"split {name}: {count}")
+        say(f"split {name}: {count}")
         return split, labels
-    _say(f"split {name}: {count} and are left out")
+    say(f"split {name}: {count} and are left out")
     return split.select(kept), [labels[row] for row in kept]
 
 

@@ -18,10 +18,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.hf_argparser import HfArg
+from transformers.utils import cached_file
 
 from luna_mega._register import CONFIGS
-from luna_mega.hub.find import find_file, find_model
-from luna_mega.hub.folder import largest_id, load_tokenizer, position_limit, stacks
+from luna_mega.hub.find import find_model
+from luna_mega.hub.folder import largest_id, load_tokenizer, stacks
 from luna_mega.training.arguments import fail, one_line, say
 from luna_mega.training.tokenizers import train_bpe, train_joint_bpe
 
@@ -71,7 +72,7 @@ def make_both_tokenizers(model: ModelArguments, texts: Iterable[str], max_length
     with one_line(f"no tokenizer in {source} (pass another --tokenizer_name)"):
         place = find_model(source)
         first = second = load_tokenizer(place)
-        if find_file(place, "target/tokenizer_config.json"):
+        if cached_file(place, "target/tokenizer_config.json", _raise_exceptions_for_missing_entries=False):
             second = AutoTokenizer.from_pretrained(place, subfolder="target")
     for tokenizer in (first, second):
         if tokenizer("a")["input_ids"][-1] != tokenizer.eos_token_id:
@@ -223,7 +224,7 @@ def longest_input(config: PreTrainedConfig, side: str = "encoder") -> float:
     `side` specifies the inputs of an encoder-decoder: "encoder" or "decoder".
     """
     if config.model_type in CONFIGS:
-        limits = [position_limit(stacks(config).get(side, config))]
+        limits = [stacks(config).get(side, config).longest_input]
         if config.is_encoder_decoder and getattr(config, "relative_positional_bias", None) == "simple":
             limits.append(config.cross_positions)
         return min((limit for limit in limits if limit is not None), default=math.inf)

@@ -1,5 +1,6 @@
-"""Training runs: checks of the options, training, evaluation and output files."""
+"""Training runs: checks of the options, training, evaluation, output files, and checkpoints to resume from."""
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -8,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from transformers import EarlyStoppingCallback, ProgressCallback, Trainer, TrainingArguments, set_seed
-from transformers.trainer_utils import has_length
+from huggingface_hub import HfApi
+from transformers import EarlyStoppingCallback, ProgressCallback, Trainer, TrainerState, TrainingArguments, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import has_length, sort_checkpoints
 
+from luna_mega.cards import complete_trainer_card, describe_source, license_metadata
 from luna_mega.hub.find import find_model
 from luna_mega.training.arguments import check_launch, check_least, check_precision, fail, one_line
-from luna_mega.training.checkpoints import check_resumed, count_worse, find_checkpoint, load_finished
 from luna_mega.training.models import CheckpointArguments
 from luna_mega.training.plots import plot_losses
 from luna_mega.training.products import use_onednn
-from luna_mega.training.publishing import check_hub, complete_card, describe_source, publish
 from luna_mega.training.trainer import (
     DIVERGED,
     DivergenceCallback,
@@ -81,7 +83,6 @@ class Run:
         *,
         evaluate: Step | None = None,
         predict: Step | None = None,
-        describe: Callable[..., None] | None = None,
     ) -> dict[str, Any]:
         """Train, evaluate, predict and publish the model, as the options specify; return all metrics.
 
@@ -92,7 +93,6 @@ class Run:
             trainer: Trainer of the model.
             evaluate: Function that returns the metrics after training; by default, `score`.
             predict: Function that predicts the test splits and returns their metrics, with `--do_predict`.
-            describe: Function that completes the model card; by default, `complete_card`.
         """
         callbacks = [EpochCallback(), DivergenceCallback()]
         if patience := getattr(self.data, "early_stopping_patience", None):
@@ -114,7 +114,7 @@ class Run:
                 output = Path(self.training.output_dir)
                 with suppress(ValueError):  # nothing was logged, as by a run that resumes after its last step
                     plot_losses({output.resolve().name: output}, output / "training.png")
-            (describe or complete_card)(trainer, self.base_model, self.license, describe_source(self.data))
+            complete_trainer_card(trainer, self.base_model, self.license, describe_source(self.data))
             publish(trainer)
         return metrics
 
@@ -152,6 +152,94 @@ def _check_options(data: object, model: CheckpointArguments, training: TrainingA
         if training.dataloader_num_workers > 1:
             fail(f"--dataloader_num_workers {training.dataloader_num_workers}: --streaming supports at most 1 worker")
         check_least(data, 1, "shuffle_buffer")
+
+
+def find_checkpoint(training: TrainingArguments) -> str | None:
+    """Return the checkpoint of `--resume_from_checkpoint`, or None.
+
+    `last` is the newest complete checkpoint in the output folder; the newest one is incomplete if the run was killed
+    while it saved. A run that does not resume exits if the output folder contains checkpoints.
+    """
+    found = [Path(path) for path in reversed(sort_checkpoints(training.output_dir))]
+    source = training.resume_from_checkpoint
+    if not source:
+        if found and training.do_train:
+            fail(f"{found[0]} already exists; pass --resume_from_checkpoint last, or another --output_dir")
+        return None
+    for path in found if source == "last" else [Path(source)]:
+        if is_complete(path):
+            return str(path)
+    fail(f"--resume_from_checkpoint {source}: no checkpoint there")
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has the state, which Trainer writes last."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def check_resumed(checkpoint: str, training: TrainingArguments) -> None:
+    """Exit if a resumed run would differ from an uninterrupted one."""
+    if training.ignore_data_skip:
+        fail("--ignore_data_skip: a resumed run would train on other data; remove it")
+    if training.dataloader_persistent_workers:  # DataLoader draws a number for new workers only
+        fail(
+            "--dataloader_persistent_workers true: dropout of the resumed run would differ from an uninterrupted run; "
+            "remove it, if that is acceptable"
+        )
+    if not any(Path(checkpoint).glob("rng_state*.pth")):
+        advice = f"remove --resume_from_checkpoint, and pass --model_name_or_path {checkpoint} and a new --output_dir"
+        fail(f"{checkpoint} has no optimizer, because it was saved with --save_only_model; {advice}")
+    training.eval_on_start = False  # the run has started before
+
+
+def count_worse(checkpoint: str | None) -> int:
+    """Return the number of evaluations without a better metric before a checkpoint, for early stopping."""
+    if checkpoint is None:
+        return 0
+    callbacks = TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME))).stateful_callbacks
+    attributes = callbacks.get(EarlyStoppingCallback.__name__, {}).get("attributes", {})
+    return attributes.get("early_stopping_patience_counter", 0)
+
+
+def load_finished(trainer: Trainer, checkpoint: str, patience: int | None) -> bool:
+    """Load the state of the last checkpoint of a run; return whether it is. Trainer would train another step.
+
+    The run has all steps, or was stopped after `patience` evaluations without a better metric.
+    """
+    args, state = trainer.args, TrainerState.load_from_json(str(Path(checkpoint, TRAINER_STATE_NAME)))
+    stopped = patience is not None and count_worse(checkpoint) >= patience
+    if not (stopped or 0 < args.max_steps <= state.global_step):
+        return False
+    trainer.state = state
+    if args.load_best_model_at_end and state.best_model_checkpoint:
+        trainer._load_best_model()
+    return True
+
+
+def check_hub(training: TrainingArguments, license: str | None = None) -> None:
+    """Exit if the license is invalid or the model cannot be pushed."""
+    with one_line("--license"):
+        license_metadata(license)
+    if training.hub_token:
+        fail("--hub_token: Trainer would push it with training_args.bin; use `hf auth login` or HF_TOKEN instead")
+    if training.push_to_hub:
+        with one_line("--push_to_hub"):
+            HfApi().whoami()
+
+
+def publish(trainer: Trainer) -> None:
+    """After training, write README.md and, with `--push_to_hub`, push the output folder."""
+    if not trainer.args.push_to_hub:
+        trainer.create_model_card()
+        return
+    output = trainer.args.output_dir
+    again = f'hf upload {trainer.hub_model_id} {output} . --exclude "checkpoint-*"'
+    with one_line(f"the push failed, but {output} is complete; push it with `{again}`", RuntimeError):
+        trainer.push_to_hub()
 
 
 def save(trainer: Trainer, split: str, metrics: dict[str, Any]) -> dict[str, Any]:

@@ -142,7 +142,8 @@ def train(folder: Path, output: Path, repository: str, script: bool = True, alwa
     """
     from transformers import Trainer, TrainingArguments  # slow imports, which the other process does not need
 
-    from luna_mega.training.publishing import check_hub, complete_card, publish
+    from luna_mega.cards import complete_trainer_card
+    from luna_mega.training.runs import check_hub, publish
 
     data = [{"input_ids": [0, 5 + index, 2], "labels": index % 2} for index in range(8)]
     options = {"max_steps": 4, "save_steps": 2, "per_device_train_batch_size": 4, "report_to": "none", "use_cpu": True}
@@ -159,7 +160,7 @@ def train(folder: Path, output: Path, repository: str, script: bool = True, alwa
         return trainer.push_to_hub()
     trainer.evaluate()
     source = {"dataset": "nyu-mll/glue", "dataset_tags": "nyu-mll/glue", "dataset_args": "sst2"}
-    complete_card(trainer, str(folder), "other:my-license", source)
+    complete_trainer_card(trainer, str(folder), "other:my-license", source)
     publish(trainer)
 
 

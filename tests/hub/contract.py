@@ -20,9 +20,9 @@ from transformers.dynamic_module_utils import get_imports, get_relative_import_f
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 import luna_mega_cli
-from luna_mega._code import GENERATED, model_code
 from luna_mega._register import CONFIGS, auto_classes
 from luna_mega.modeling_common.configuration import CODE_FOLDER
+from luna_mega.saved_code import GENERATED, model_code
 from tests.convert.folders import edit
 from tests.hub import client as on_client
 from tests.hub.client import Client, check_outputs, lists

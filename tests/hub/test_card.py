@@ -10,12 +10,10 @@ import yaml
 from hypothesis import given, strategies as st
 from markdown_it import MarkdownIt
 
-from luna_mega._cards import WITHOUT_PACKAGE, auto_class_of
 from luna_mega._register import CONFIGS, model_classes
+from luna_mega.cards import FIELDS, WITHOUT_PACKAGE, auto_class_of, conversion_card, describe_source, license_metadata
 from luna_mega.errors import ConversionError
 from luna_mega.escaping import LONGEST, code, code_block, markdown, short_line, terminal
-from luna_mega.hub.card import FIELDS, conversion_card, license_metadata
-from luna_mega.training.publishing import describe_source
 from tests.hub.contract import FIELDS as CONTRACT, make
 from tests.modeling.luna import tiny_config
 

@@ -15,7 +15,7 @@ import transformers
 from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, RobertaTokenizer
 
 import luna_mega
-from luna_mega import LunaTokenizer, _cards, _code, compat
+from luna_mega import LunaTokenizer, cards, compat, saved_code
 from luna_mega._register import CONFIGS, auto_classes, model_classes
 from luna_mega.modeling_common.configuration import CODE_FOLDER
 from tests.errors import command_error
@@ -94,7 +94,7 @@ def test_classes_without_an_auto_class(model_type, stranger, tmp_path):
     classes = [cls for cls in model_classes(config).values() if cls not in auto_classes(config).values()]
     for model_class in classes:
         model_class(config(**FIELDS[model_type])).save_pretrained(tmp_path)
-        code = "\n".join(_cards.loading_without_package(model_class, str(tmp_path)))
+        code = "\n".join(cards.loading_without_package(model_class, str(tmp_path)))
         assert stranger(on_client.run_code, code).startswith("transformers_modules.")
     assert len(classes) == (model_type in ("luna", "mega"))
     config(**FIELDS[model_type]).save_pretrained(tmp_path)
@@ -235,7 +235,7 @@ def test_save_code_false(saved, tmp_path):
     assert "auto_map" not in json.loads((second / "config.json").read_text(encoding="utf-8"))
     assert not (second / CODE_FOLDER).exists()
     (second / CODE_FOLDER).mkdir()
-    for name, text in (("gone.py", f"{_code.GENERATED}0.0.1\n"), ("own.py", "")):
+    for name, text in (("gone.py", f"{saved_code.GENERATED}0.0.1\n"), ("own.py", "")):
         (second / CODE_FOLDER / name).write_text(text, encoding="utf-8")
     loaded.save_pretrained(second)
     names = {file.name for file in (second / CODE_FOLDER).iterdir()}
@@ -289,7 +289,7 @@ def test_classes_of_others(tmp_path, monkeypatch):
     assert (tmp_path / "model" / "test_contract.py").is_file()
     for model_class in (MyModel, MyHead):  # the card of another model does not describe how to load it
         (tmp_path / "README.md").write_text("# Mine\n", encoding="utf-8")
-        _cards.complete_card(model_class(luna_mega.LunaConfig(**FIELDS["luna"])), tmp_path, "a/b")
+        cards.complete_card(model_class(luna_mega.LunaConfig(**FIELDS["luna"])), tmp_path, "a/b")
         text = (tmp_path / "README.md").read_text(encoding="utf-8")
         assert text.startswith("# Mine\n")
         assert ('AutoModelForMaskedLM.from_pretrained("a/b")' in text) is (model_class is MyModel)
@@ -323,7 +323,7 @@ def test_entry_file_checks_the_versions_first(stranger, saved, versions, error):
 def test_code_of_another_version_is_logged(saved, tmp_path, caplog, version, count):
     """Once for a folder with old code, which `luna-mega bundle` renews with its card, and once for all newer code."""
     folders = [shutil.copytree(saved, tmp_path / name) for name in ("first", "second")]
-    old, new = (f"{_code.GENERATED}{name}" for name in (luna_mega.__version__, version))
+    old, new = (f"{saved_code.GENERATED}{name}" for name in (luna_mega.__version__, version))
     for file in (file for folder in folders for file in (folder / CODE_FOLDER).iterdir()):
         file.write_text(file.read_text(encoding="utf-8").replace(old, new), encoding="utf-8")
 
@@ -332,7 +332,7 @@ def test_code_of_another_version_is_logged(saved, tmp_path, caplog, version, cou
         for folder in folders:
             AutoModelForMaskedLM.from_pretrained(folder)
             luna_mega.LunaForMaskedLM.from_pretrained(folder.parent, subfolder=folder.name)
-        return [record.getMessage() for record in caplog.records if record.name == _code.__name__]
+        return [record.getMessage() for record in caplog.records if record.name == saved_code.__name__]
 
     messages = load()
     assert len(messages) == count and all(f"code of luna-mega {version}" in message for message in messages)
@@ -341,7 +341,7 @@ def test_code_of_another_version_is_logged(saved, tmp_path, caplog, version, cou
     card = f"# Old\n\nWithout luna-mega, transformers runs the code in `{CODE_FOLDER}`:\n"
     (folders[0] / "README.md").write_text(card, encoding="utf-8")
     assert bundle(folders[0]) == bundle(folders[1]) == 0 and load() == []
-    assert _cards.WITHOUT_PACKAGE in (folders[0] / "README.md").read_text(encoding="utf-8")
+    assert cards.WITHOUT_PACKAGE in (folders[0] / "README.md").read_text(encoding="utf-8")
 
 
 OF_VERSIONS = [(model_type, "AutoModelForCausalLM") for model_type in ("luna", "mega", "megalodon")]

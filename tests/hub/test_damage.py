@@ -16,11 +16,11 @@ from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NA
 
 import luna_mega
 import luna_mega_cli
-from luna_mega._code import model_code
 from luna_mega.errors import ConversionError
-from luna_mega.hub.files import copy_model
+from luna_mega.hub.bundle import copy_model
 from luna_mega.hub.find import find_dataset, find_model
 from luna_mega.hub.folder import load_tokenizer
+from luna_mega.saved_code import model_code
 from tests.convert.folders import edit
 from tests.errors import command_error
 from tests.hub.contract import DAMAGES, EVIL, MASKED_LM, contents, damage, make

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from luna_mega.hub.folder import position_limit, stacks
+from luna_mega.hub.folder import stacks
 
 _LENGTH = 32  # longer than the states of a moving average, for models without a fixed number of rows or a chunk
 
@@ -84,7 +84,7 @@ def borders(config: PreTrainedConfig) -> list[int]:
 
 def length_limit(config: PreTrainedConfig) -> int | None:
     """Return the longest sequence that all position tables of a model support; None if there are none."""
-    limits = [position_limit(stack) for stack in stacks(config).values()]
+    limits = [stack.longest_input for stack in stacks(config).values()]
     limits += [
         stack.cross_positions
         for stack in stacks(config).values()
