@@ -120,4 +120,4 @@ def test_page_of_the_command_line(capsys):
         shown = set(re.findall(r"(?<![\w-])--[a-z-]+", capsys.readouterr().out.partition("examples:")[0])) - {"--help"}
         assert shown == set(re.findall(r"^\| `(--[a-z-]+)", section, re.MULTILINE)) != set()
         assert re.search(rf"```bash\n(luna-mega {name} .*\n)+```", section)
-        assert (ROOT / "docs" / re.search(r"\[\w+\]\((.*?\.md)", section)[1]).is_file()
+        assert (ROOT / "docs" / "api" / re.search(r"\[\w+\]\((.*?\.md)", section)[1]).is_file()
