@@ -33,7 +33,7 @@ PAGES = [
     "examples/*.ipynb",
 ]
 PAGES += ["kernels/*/README.md"]
-SOURCE_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+[\w/]+(?:\.py)?\)")
+SOURCE_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+[\w/]+(?:\.py(?:#\w+)?)?\)")
 EQUATION = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
 )
