@@ -33,7 +33,7 @@ PAGES = [
     "examples/*.ipynb",
 ]
 PAGES += ["kernels/*/README.md"]
-SOURCE_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+[\w/]+(?:\.py)?\)")
+SOURCE_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+[\w/]+(?:\.py(?:#\w+)?)?\)")
 EQUATION = re.compile(
     r'<(?P<tag>span|div) class="arithmatex">\\(?P<open>[(\[])(?P<latex>.*?)\\[)\]]</(?P=tag)>', re.DOTALL
 )
@@ -50,7 +50,8 @@ def stage(folder: Path) -> None:
         for file in filter(Path.is_file, ROOT.glob(pattern)):
             if not file.is_relative_to(ROOT / "docs" / "site") or file.suffix == ".css":
                 copy(file, folder / "pages" / file.relative_to(ROOT))
-    (folder / "pages" / "docs" / "cli.md").write_text(make_page(), encoding="utf-8")
+    with (folder / "pages" / "docs" / "api" / "functions.md").open("a", encoding="utf-8") as page:
+        page.write(f"\n{make_page()}")
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     # The site has no page for source files and their folders.

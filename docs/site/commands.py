@@ -1,4 +1,4 @@
-"""The page of the command line, from the parsers of `luna_mega_cli`. Nothing is imported but the standard library."""
+"""The sections of the command line, from the parsers of `luna_mega_cli`. It imports only the standard library."""
 
 import argparse
 import sys
@@ -6,8 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # Commands have a guide each.
-GUIDES = {"convert": "conversion.md", "verify": "conversion.md#verify", "bundle": "hub.md"}
-HEAD = """# Command line
+GUIDES = {"convert": "../conversion.md", "verify": "../conversion.md#verify", "bundle": "../hub.md"}
+HEAD = """## Command line
 
 ```text
 luna-mega COMMAND --help
@@ -30,7 +30,7 @@ def row(action: argparse.Action) -> str:
 
 
 def make_page() -> str:
-    """Return the page in Markdown: one section per command with its description, options and examples."""
+    """Return the end of docs/api/functions.md: one section per command with its description, options and examples."""
     sys.path.insert(0, str(ROOT))
     try:
         import luna_mega_cli

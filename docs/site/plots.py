@@ -64,8 +64,9 @@ def draw(axes: plt.Axes, x: list[float], y: list[float | None], style: str, labe
 def draw_performance() -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     header, rows = table("performance.md", "Encoders")
-    for (name, values), style in zip(rows.items(), ("C0o-", "C1s-", "C0o--", "C1s--"), strict=True):
-        draw(left, [number(cell) for cell in header], values, style, name)
+    lengths = [number(name) for name in rows]
+    for column, (name, style) in enumerate(zip(header, ("C0o-", "C1s-", "C0o--", "C1s--"), strict=True)):
+        draw(left, lengths, [values[column] for values in rows.values()], style, name)
     left.axhline(1, color="gray", linewidth=1)
     left.set(title="training step", xlabel="tokens per sequence", ylabel="speed relative to RoBERTa with SDPA")
     header, rows = table("performance.md", "Decoding")
@@ -92,7 +93,7 @@ def draw_results() -> None:
         for task, values in rows.items():
             if "accuracy" in task or heading != "Text classification":
                 tasks.append(task.split(",")[0])
-                for kind in styles:
+                for kind in styles.keys() & names:
                     if (value := values[names.index(kind)]) is not None:
                         points[kind].append((value, len(tasks) - 1))
     for kind, style in styles.items():

@@ -54,7 +54,7 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Convention:
-    """Choices that apply to all tasks, see the table in examples/lra/README.md.
+    """Choices that apply to all tasks, see the table in examples/README.md.
 
     Args:
         first_token: Whether sequences start with `<s>`, the `<CLS>` of the original code.

@@ -18,7 +18,7 @@ import luna_mega_cli
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = sorted(page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").rglob("*.md"))
-PAGES = ["README.md", "examples/README.md", "examples/lra/README.md", *DOCS]
+PAGES = ["README.md", "examples/README.md", *DOCS]
 BLOCK = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+?) -->\n+)?(?P<fence> *```)(?P<language>\w*)\n(?P<code>.*?)^(?P=fence)$",
     re.MULTILINE | re.DOTALL,

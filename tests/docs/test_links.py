@@ -34,9 +34,13 @@ def test_links_are_relative_and_files_exist():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_named_tests_exist(page):
-    """Pages name files of tests, and after `::` their functions; `::test` is in the file that is named before it."""
-    path, missing = "", []
-    for span in re.findall(r"`([^`\n]+)`", (ROOT / page).read_text(encoding="utf-8")):
+    """Pages name files of tests, and after `::` their functions; `::test` is in the file that is named before it.
+
+    A link to a function of a test is `FILE#FUNCTION`.
+    """
+    path, missing, text = "", [], (ROOT / page).read_text(encoding="utf-8")
+    links_to_tests = re.findall(r"\]\((?:\.\./)+(tests/[\w/.#]+)\)", text)
+    for span in [*re.findall(r"`([^`\n]+)`", text), *(link.replace("#", "::") for link in links_to_tests)]:
         file, separator, function = span.partition("::")
         if re.fullmatch(r"tests/[\w/.]+", file):
             missing += [file] * (not (ROOT / file).exists())
@@ -120,4 +124,4 @@ def test_page_of_the_command_line(capsys):
         shown = set(re.findall(r"(?<![\w-])--[a-z-]+", capsys.readouterr().out.partition("examples:")[0])) - {"--help"}
         assert shown == set(re.findall(r"^\| `(--[a-z-]+)", section, re.MULTILINE)) != set()
         assert re.search(rf"```bash\n(luna-mega {name} .*\n)+```", section)
-        assert (ROOT / "docs" / re.search(r"\[\w+\]\((.*?\.md)", section)[1]).is_file()
+        assert (ROOT / "docs" / "api" / re.search(r"\[\w+\]\((.*?\.md)", section)[1]).is_file()

@@ -25,7 +25,8 @@ def make_models(folder: Path) -> None:
     causal = {"is_decoder": True, "use_chunking": True, "chunk_size": 8}
     found = {name: luna_mega.LunaForMaskedLM(luna_mega.LunaConfig(**LUNA, **size)) for name in MASKED}
     found |= {name: luna_mega.MegaForMaskedLM(luna_mega.MegaConfig(**MEGA, **size)) for name in MASKED_MEGA}
-    found["wikitext103"] = luna_mega.MegaForCausalLM(luna_mega.MegaConfig(**MEGA, **size, **causal))
+    for name in ("wikitext103", "outputs/lm"):
+        found[name] = luna_mega.MegaForCausalLM(luna_mega.MegaConfig(**MEGA, **size, **causal))
     translation = luna_mega.MegaSeq2SeqConfig(**MEGA, **size, max_length=8)
     found["wmt16"] = luna_mega.MegaForConditionalGeneration(translation)
     found["megalodon"] = luna_mega.MegalodonForCausalLM(luna_mega.MegalodonConfig(**MEGALODON, **size))

@@ -138,7 +138,7 @@ STEPS = {"compiled": compiled_step, "exported": exported_step}
 @pytest.mark.parametrize("family, way", slow_but([("mega", "compiled")], product(decoders.FAMILIES, STEPS)))
 def test_steps_with_a_cache(family, way, monkeypatch):
     """A program of a step has the cache in its inputs and outputs, under either name."""
-    # The exporter would convert Megalodon's float64 statistics to the dtype of the model, see docs/export.md.
+    # The exporter would convert Megalodon's float64 statistics to the dtype of the model, see docs/ecosystem.md.
     monkeypatch.setattr("transformers.exporters.utils.cast_leaf_tensors", lambda inputs, **_: inputs)
     model, name = make(f"{family} decoder"), "cache" if family == "luna" else "past_key_values"
     past = model(torch.tensor([[5, 9, 4], [7, 7, 8]]), use_cache=True, logits_to_keep=1).cache

@@ -13,17 +13,14 @@ BEGIN, END = "<!-- begin: make parity -->", "<!-- end: make parity -->"
 KINDS = ("outputs", "gradients")
 COLUMNS = (
     "fixture",
-    "cases",
-    "tensors",
     *(f"{kind}: {what}" for kind in KINDS for what in ("difference", "of tolerance")),
 )
 HEADER = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 
 
 class Row(NamedTuple):
-    """Results of one fixture: numbers of tests and tensors, and the largest difference and ratio per kind of tensor."""
+    """Results of one fixture: the number of tensors, and the largest difference and ratio per kind of tensor."""
 
-    cases: int = 0
     tensors: int = 0
     worst: dict[str, tuple[float, float]] = {}
 
@@ -31,10 +28,10 @@ class Row(NamedTuple):
         worst = dict(self.worst)
         for kind, pair in found["worst"].items():
             worst[kind] = tuple(map(max, pair, worst.get(kind, (0.0, 0.0))))
-        return Row(self.cases + 1, self.tensors + found["tensors"], worst)
+        return Row(self.tensors + found["tensors"], worst)
 
     def __str__(self) -> str:
-        cells = [str(self.cases), str(self.tensors)]
+        cells = []
         for kind in KINDS:
             difference, ratio = self.worst.get(kind, (None, None))
             cells += ["–", "–"] if difference is None else [f"{difference:.1e}", f"{ratio:.2f}"]
@@ -42,7 +39,7 @@ class Row(NamedTuple):
 
 
 def collect(reports: list) -> dict[str, Row]:
-    """Return the results by fixture (`family/name`). Tests that compare no tensors only count as cases."""
+    """Return the results by fixture (`family/name`)."""
     rows: dict[str, Row] = {}
     for report in reports:
         for name, found in report.user_properties:
