@@ -257,6 +257,9 @@ def gated_attention_step(
     For arguments and errors, see `gated_attention`; query is `[B, Z]`. Only the last `chunk_size` of the keys
     `[B, S, Z]` are read. `column` `[B]` is the column of the query's own key, from 0 to S - 1, if it is not the last.
     Later keys are ignored, the keys must belong to one chunk, and `chunk_size` must be None.
+
+    Call `backward()` outside of autocast: PyTorch differentiates this function on a CPU, and computes products of
+    gradients inside autocast in half precision.
     """
     if query.dim() != 2 or key.dim() != 3 or key.shape[1] == 0:
         raise ValueError(
