@@ -14,13 +14,13 @@ INSTALLED := $(VENV)/.installed-$(notdir $(CONSTRAINTS))
 # `make demo` installs less.
 INSTALLED_DEMO := $(VENV)/.installed-demo-$(notdir $(CONSTRAINTS))
 
-.PHONY: help demo parity parity-released reproduce test test-slow test-exhaustive test-oldest test-newest newest oldest ecosystem installed test-ecosystem kernel-repository test-operators operators fuzz docs style typing audit bench gpu clean
+.PHONY: help demo parity parity-released reproduce test test-slow test-exhaustive test-oldest test-newest newest oldest ecosystem installed test-ecosystem kernel-repository test-operators operators fuzz figures docs style typing audit bench gpu clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-demo: $(INSTALLED_DEMO) ## load two old checkpoints, and train a Luna and a Mega on text (3 minutes including the setup)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python examples/demo.py
+demo: $(INSTALLED_DEMO) ## load two old checkpoints, train a Luna and a Mega, and share one (4 minutes including the setup)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python examples/demo.py
 
 # The tests start Python many times; without byte code each start would compile the package.
 RUN_TESTS = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= \
@@ -109,6 +109,9 @@ parity-released: $(INSTALLED) ## download and convert a released Mega checkpoint
 
 reproduce: $(INSTALLED) ## evaluate a checkpoint of the authors as the paper does (NAME=enwik8, OPTIONS="..."; needs internet)
 	$(VENV)/bin/python examples/reproduce.py $(NAME) $(OPTIONS)
+
+figures: $(INSTALLED) ## draw the plots of the pages, and fill their tables of measurements, from benchmarks/results
+	$(VENV)/bin/python docs/site/plots.py
 
 docs: ## build the documentation site in build/docs/site, in a separate environment; a broken link is an error
 	test -x .venv-docs/bin/python || $(PYTHON) -m venv .venv-docs

@@ -1,29 +1,37 @@
-"""Load two old checkpoints, then train a small Luna and a small Mega on text: the main functions in two minutes.
+"""Load two old checkpoints, train a small Luna and a small Mega where the order of words decides, and share a model.
 
     make demo
 
-Nothing is downloaded. The texts are sentences from docstrings of Python's standard library, and the classes are the
-packages in which they stand. The checkpoints are test fixtures that transformers 4 and fairseq wrote.
+Nothing is downloaded. The task is to evaluate boolean expressions in prefix form, such as
+`( and true ( not ( or false true ) ) )`: ListOps (Nangia and Bowman 2018) with two values. The checkpoints are test
+fixtures that transformers 4 and fairseq wrote, and the Hub is the server of the tests on the loopback address.
 """
 
 from luna_mega_cli.script_options import check_names
 
 check_names(__name__)  # before the imports, which take seconds
 
-import ast
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+from tests.hub.server import LoopbackHub
+
+if __name__ == "__main__":
+    hub = LoopbackHub()
+    os.environ |= hub.settings()  # before huggingface_hub is imported
+
 import hashlib
-import platform
-import re
+import json
+import random
 import shutil
 import subprocess
-import sys
-import sysconfig
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -32,7 +40,6 @@ from matplotlib.figure import Figure
 from safetensors.torch import load_file, save_file
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import train_test_split
 from sklearn.pipeline import make_pipeline
 from transformers import (
     AutoModelForMaskedLM,
@@ -48,21 +55,22 @@ import luna_mega
 import luna_mega_cli
 from luna_mega import training as lib
 
-FIXTURES = Path(__file__).resolve().parents[1] / "tests" / "parity" / "fixtures"
-CLASSES = ["asyncio", "email", "xml"]
+FIXTURES = ROOT / "tests" / "parity" / "fixtures"
+LABELS = ["false", "true"]
+LENGTHS = (12, 48)  # tokens of an expression
 # Mega's default initializer_range, 0.02, is too small for narrow models.
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "initializer_range": 0.1}
 CONFIGS = {
     "luna": (luna_mega.LunaConfig, {"num_attention_heads": 4, "projection_length": 16}),
     "mega": (luna_mega.MegaConfig, {"nffn_hidden_size": 128, "shared_representation_size": 32}),
 }
-# In this program the code comes from the folder, because luna_mega cannot be imported.
+# In this program the code comes from the repository, because luna_mega cannot be imported.
 WITHOUT_PACKAGE = """
 import sys
 sys.modules["luna_mega"] = None
 from transformers import pipeline
-classify = pipeline("text-classification", sys.argv[1], trust_remote_code=True)
-print(classify(sys.argv[2])[0]["score"])
+classify = pipeline("text-classification", "tester/mega", trust_remote_code=True)
+print(classify(sys.argv[1])[0]["score"])
 """
 
 
@@ -71,9 +79,9 @@ class Arguments:
     output_dir: str = HfArg(
         default="outputs/demo", help="folder for the plot and the models; `models` in it is replaced"
     )
-    num_train_epochs: float = HfArg(default=6.0, help="epochs of training")
+    num_train_epochs: float = HfArg(default=4.0, help="epochs of training")
     learning_rate: float = HfArg(default=3e-3, help="peak learning rate")
-    seed: int = HfArg(default=0, help="seed of the split, the weights and the order of the sentences")
+    seed: int = HfArg(default=0, help="seed of the expressions, the weights and the order of the rows")
 
 
 @contextmanager
@@ -115,43 +123,47 @@ def convert_checkpoint_of_fairseq(folder: Path) -> None:
             raise SystemExit(1)
 
 
-def sentences(folder: Path) -> list[str]:
-    """Return the distinct sentences of at least four words in the docstrings of a package: lowercase words only."""
-    found = set()
-    for file in folder.rglob("*.py"):
-        with warnings.catch_warnings(action="ignore"):  # about escape sequences
-            nodes = ast.walk(ast.parse(file.read_text("utf-8")))
-        for node in nodes:
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                found |= set(re.split(r"(?<=[.!?])\s+|\n\s*\n", ast.get_docstring(node) or ""))
-    words = (re.findall("[a-z]+", sentence.lower()) for sentence in found)
-    return sorted({" ".join(sentence) for sentence in words if len(sentence) >= 4})
+def draw_expression(depth: int, draw: random.Random) -> tuple[list[str], bool]:
+    """Return the tokens and the value of a random expression with at most `depth` nested operators."""
+    if depth == 0 or draw.random() < 0.2:
+        value = draw.random() < 0.5
+        return [LABELS[value]], value
+    operator = draw.choice(["and", "or", "not"])
+    parts = [draw_expression(depth - 1, draw) for _ in range(1 if operator == "not" else 2)]
+    values = [value for _, value in parts]
+    value = {"and": all(values), "or": any(values), "not": not values[0]}[operator]
+    return ["(", operator, *(token for tokens, _ in parts for token in tokens), ")"], value
 
 
-def load_sentences(seed: int) -> dict[str, Dataset]:
-    """Return 80 % of the sentences of each class for training and 20 % for the test."""
-    library = Path(sysconfig.get_path("stdlib"))
-    found = [sentences(library / name) for name in CLASSES]
-    texts, labels = sum(found, []), np.repeat(range(len(CLASSES)), [len(part) for part in found])
-    parts = train_test_split(texts, labels, test_size=0.2, stratify=labels, random_state=seed)
-    return {
-        name: Dataset.from_dict({"text": parts[i], "labels": parts[i + 2]}) for i, name in enumerate(("train", "test"))
-    }
+def draw_expressions(seed: int, sizes: dict[str, int]) -> dict[str, Dataset]:
+    """Return distinct expressions of 12 to 48 tokens for each split; half of them are true."""
+    draw, splits, seen = random.Random(seed), {}, set()
+    for name, size in sizes.items():
+        texts: list[list[str]] = [[], []]
+        while min(map(len, texts)) < size // 2:
+            tokens, value = draw_expression(5, draw)
+            text = " ".join(tokens)
+            if LENGTHS[0] <= len(tokens) <= LENGTHS[1] and text not in seen and len(texts[value]) < size // 2:
+                seen.add(text)
+                texts[value].append(text)
+        splits[name] = Dataset.from_dict({"text": sum(texts, []), "labels": [0] * (size // 2) + [1] * (size // 2)})
+    return splits
 
 
-def bag_of_words(data: dict[str, Dataset]) -> float:
-    """Return the test accuracy of a logistic regression that reads TF-IDF of words and bigrams."""
-    classifier = make_pipeline(TfidfVectorizer(ngram_range=(1, 2)), LogisticRegression(C=30, max_iter=1000))
+def bag_of_words(data: dict[str, Dataset]) -> np.ndarray:
+    """Return the answers of a logistic regression that reads TF-IDF of words and bigrams."""
+    features = TfidfVectorizer(token_pattern=r"\S+", ngram_range=(1, 2))
+    classifier = make_pipeline(features, LogisticRegression(C=30, max_iter=1000))
     classifier.fit(data["train"]["text"][:], data["train"]["labels"][:])
-    return classifier.score(data["test"]["text"][:], data["test"]["labels"][:])
+    return classifier.predict(data["test"]["text"][:])
 
 
-def train(name: str, data: dict[str, Dataset], options: Arguments, folder: Path) -> list[float]:
-    """Train a model, save it with its tokenizer, and return the test accuracy after each epoch."""
-    tokenizer = lib.tokenizers.train_bpe(data["train"]["text"], 2000, model_max_length=128)
+def train(name: str, data: dict[str, Dataset], options: Arguments, folder: Path) -> tuple[Trainer, np.ndarray]:
+    """Train a model and save it with its tokenizer. Return the trainer and the answers for the test."""
+    tokenizer = lib.tokenizers.train_bpe(data["train"]["text"], 300, model_max_length=128)
     tokens = {split: rows.map(lambda row: tokenizer(row["text"], truncation=True)) for split, rows in data.items()}
     config_class, fields = CONFIGS[name]
-    config = config_class(vocab_size=len(tokenizer), pooling="mean", **SIZES, **fields, **lib.label_fields(CLASSES))
+    config = config_class(vocab_size=len(tokenizer), pooling="mean", **SIZES, **fields, **lib.label_fields(LABELS))
     torch.manual_seed(options.seed)
     model = AutoModelForSequenceClassification.from_config(config)
     arguments = TrainingArguments(
@@ -159,9 +171,10 @@ def train(name: str, data: dict[str, Dataset], options: Arguments, folder: Path)
         num_train_epochs=options.num_train_epochs,
         learning_rate=options.learning_rate,
         lr_scheduler_type="cosine",
-        warmup_steps=20,
-        weight_decay=0.1,
+        warmup_steps=60,
+        weight_decay=0.01,
         per_device_train_batch_size=32,
+        per_device_eval_batch_size=100,
         train_sampling_strategy="group_by_length",
         eval_strategy="epoch",
         save_strategy="no",
@@ -175,38 +188,50 @@ def train(name: str, data: dict[str, Dataset], options: Arguments, folder: Path)
     trainer = Trainer(model, arguments, processing_class=tokenizer, **sets)
     trainer.train()
     trainer.save_model()
-    return [row["eval_accuracy"] for row in trainer.state.log_history if "eval_accuracy" in row]
+    trainer.args.train_sampling_strategy = "random"  # else the answers are in the order of lengths
+    return trainer, trainer.predict(tokens["test"]).predictions.argmax(axis=-1)
 
 
-def load_without_package(folder: Path, text: str) -> None:
-    """Load a model in a process without luna-mega, and compare the score of a text with the score in this process."""
-    command = [sys.executable, "-c", WITHOUT_PACKAGE, str(folder), text]
-    result = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
+def share(trainer: Trainer, hub: LoopbackHub, text: str) -> None:
+    """Push a model, load it in a process without luna-mega, and compare the score of a text with the score here."""
+    trainer.push_to_hub()
+    folder, names = Path(trainer.args.output_dir), sorted(hub.repositories["tester/mega"])
+    print(f"  pushed {len(names)} files: {', '.join(name for name in names if '/' not in name)}")
+    command, environment = [sys.executable, "-c", WITHOUT_PACKAGE, text], os.environ | {"HF_HOME": f"{folder}-cache"}
+    result = subprocess.run(command, env=environment, capture_output=True, encoding="utf-8", errors="replace")
     if result.returncode:
-        lib.fail(f"{folder} cannot be loaded without luna-mega:\n{result.stderr}")
-    here = pipeline("text-classification", str(folder))(text)[0]
-    print(f"  {text!r}: {here['label']} {here['score']:.4f}, without the package {float(result.stdout):.4f}")
-    if abs(here["score"] - float(result.stdout)) > 1e-5:
+        lib.fail(f"the model cannot be loaded without luna-mega:\n{result.stderr}")
+    here, there = pipeline("text-classification", str(folder))(text)[0], float(result.stdout)
+    print(f"  {text}: {here['label']} {here['score']:.4f}, without the package {there:.4f}")
+    if abs(here["score"] - there) > 1e-5:
         lib.fail("the scores differ")
 
 
-def plot(curves: dict[str, list[float]], baseline: float, file: Path) -> None:
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for name, accuracies in curves.items():
-        axes.plot(range(1, len(accuracies) + 1), accuracies, marker="o", label=name.capitalize())
-    axes.axhline(baseline, color="gray", linestyle="--", label="bag of words")
-    axes.set(
-        xlabel="epoch",
-        ylabel="test accuracy",
-        title=f"Sentences of the documentation of Python {platform.python_version()}",
-    )
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend()
+def plot(curves: dict[str, list[float]], right: dict[str, np.ndarray], lengths: np.ndarray, file: Path) -> None:
+    """Plot the accuracy after each epoch, and the last accuracy by the length of the expression."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, bars = figure.subplots(1, 2, sharey=True)
+    borders = np.linspace(*LENGTHS, 5).round().astype(int)
+    groups, centers = np.digitize(lengths, borders[1:-1]), (borders[1:] + borders[:-1]) / 2
+    for number, (name, values) in enumerate(right.items()):
+        style = {
+            "color": f"C{number}" if name in curves else "gray",
+            "label": name.replace("luna", "Luna").replace("mega", "Mega"),
+        }
+        if name in curves:
+            left.plot(range(1, len(curves[name]) + 1), curves[name], marker="o", **style)
+        else:
+            left.axhline(values.mean(), linestyle="--", **style)
+        heights = [values[groups == group].mean() for group in range(len(centers))]
+        bars.bar(centers + 2.4 * (number - 1), heights, width=2.2, **style)
+    left.set(xlabel="epoch", ylabel="test accuracy", ylim=(0.5, 1), title="Value of boolean expressions")
+    left.xaxis.get_major_locator().set_params(integer=True)
+    left.legend(loc="upper left")
+    bars.set(xlabel="tokens of the expression", title="After training, by length", xticks=borders)
     figure.savefig(file, dpi=120)
 
 
-def main(argv: list[str] | None = None) -> dict[str, float]:
+def main(argv: list[str] | None = None, hub: LoopbackHub | None = None) -> dict[str, float]:
     (options,) = lib.parse_arguments((Arguments,), argv)
     lib.check_least(options, 0, "num_train_epochs", "learning_rate")
     disable_progress_bars()
@@ -219,22 +244,31 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         load_folder_of_transformers_4()
     with step("2. A checkpoint of fairseq is converted and compared with fairseq's outputs"):
         convert_checkpoint_of_fairseq(output / "models" / "converted")
-    with step(f"3. Which package of {', '.join(CLASSES)} is a sentence of the documentation from?"):
-        data = load_sentences(options.seed)
-        baseline = bag_of_words(data)
-        print(f"  {len(data['train'])} sentences for training, {len(data['test'])} for the test")
+    with step("3. Is a boolean expression true? The order of its words decides"):
+        data = draw_expressions(options.seed, {"train": 4000, "test": 1000})
+        texts, labels = data["test"]["text"][:], np.array(data["test"]["labels"][:])
+        answers = {"bag of words": bag_of_words(data)}
+        print(f"  {texts[0]} = {LABELS[labels[0]]}")
+        print(f"  {len(data['train'])} for training, {len(labels)} for the test")
     curves = {}
     for number, name in enumerate(CONFIGS, start=4):
         with step(f"{number}. Train a {name.capitalize()} with Trainer"):
-            curves[name] = train(name, data, options, output / "models" / name)
-    with step("6. The saved folder loads without luna-mega"):
-        load_without_package(output / "models" / "mega", data["test"]["text"][0])
-    plot(curves, baseline, output / "accuracy.png")
-    results = {name: accuracies[-1] for name, accuracies in curves.items()} | {"bag of words": baseline}
-    print("\nTest accuracy: " + ", ".join(f"{name} {value:.3f}" for name, value in results.items()))
-    print(f"Plot: {output / 'accuracy.png'}")
+            trainer, answers[name] = train(name, data, options, output / "models" / name)
+            curves[name] = [row["eval_accuracy"] for row in trainer.state.log_history if "eval_accuracy" in row]
+    with step("6. A model is pushed to a Hub, and loads without luna-mega"):
+        share(trainer, hub, texts[0])
+    right = {name: values == labels for name, values in answers.items()}
+    results = {name: float(values.mean()) for name, values in right.items()}
+    plot(curves, right, np.array([len(text.split()) for text in texts]), output / "accuracy.png")
+    (output / "accuracy.json").write_text(json.dumps(results | {"seed": options.seed}) + "\n", encoding="utf-8")
+    print(f"\nPlot: {output / 'accuracy.png'}")
+    print(
+        "Two old checkpoints return the results of the programs that wrote them. Test accuracy on boolean expressions: "
+        + ", ".join(f"{name} {value:.3f}" for name, value in results.items())
+        + ". The Mega was shared with its code."
+    )
     return results
 
 
 if __name__ == "__main__":
-    main()
+    main(hub=hub)

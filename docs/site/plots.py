@@ -1,7 +1,7 @@
-"""Draw results.png and performance.png from the tables of the pages, and operators.png from measurements.
+"""Draw performance.png and operators.png from `benchmarks/results`, and results.png from the tables of its page.
 
-`python docs/site/plots.py` also fills the tables of measurements in the pages, the lines between `<!-- begin NAME -->`
-and `<!-- end NAME -->`. The measurements are those of the newest run of `benchmarks/acceptance.py`.
+`make figures` also fills the tables of measurements in the pages, the lines between `<!-- begin NAME -->` and
+`<!-- end NAME -->`. The measurements of a case are those of the processor that has the newest.
 """
 
 import re
@@ -36,6 +36,8 @@ AVERAGES = {
     "transformers": "transformers 4.46",
     "copy": "copy",
 }
+ENCODERS = {"roberta_sdpa": "RoBERTa", "luna_128": "Luna, l = 128", "mega_chunk_128": "Mega, chunks of 128"}
+DECODERS = {"luna_32": "Luna, l = 32", "mega_chunk_512": "Mega, chunks of 512", "llama_sdpa": "Llama"}
 NUMBER = re.compile(r"\d[\d,]*\.?\d*")
 
 
@@ -51,34 +53,64 @@ def table(page: str, heading: str) -> tuple[list[str], dict[str, list[float | No
     }
 
 
-def number(text: str) -> float:
-    return float(NUMBER.search(text)[0].replace(",", ""))
-
-
 def draw(axes: plt.Axes, x: list[float], y: list[float | None], style: str, label: str) -> None:
     """Draw a curve through the points that were measured."""
     points = [pair for pair in zip(x, y, strict=True) if pair[1] is not None]
     axes.plot(*zip(*points, strict=True), style, label=label)
 
 
-def draw_performance() -> None:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    header, rows = table("performance.md", "Encoders")
-    lengths = [number(name) for name in rows]
-    for column, (name, style) in enumerate(zip(header, ("C0o-", "C1s-", "C0o--", "C1s--"), strict=True)):
-        draw(left, lengths, [values[column] for values in rows.values()], style, name)
-    left.axhline(1, color="gray", linewidth=1)
-    left.set(title="training step", xlabel="tokens per sequence", ylabel="speed relative to RoBERTa with SDPA")
-    header, rows = table("performance.md", "Decoding")
-    steps = [(number(name), values) for name, values in rows.items() if name[0].isdigit()]
-    for column, (name, style) in enumerate(zip(header, ("C0o-", "C1s-", "C2^-", "C3v-"), strict=True)):
-        draw(right, [context for context, _ in steps], [values[column] for _, values in steps], style, name)
-    right.set(title="decoding step on a CPU", xlabel="tokens of context", ylabel="milliseconds", yscale="log")
+def models(rows: list[report.Row], names: dict[str, str]) -> dict[str, dict[int, float]]:
+    """Return label -> length -> milliseconds of a step with one sequence; `names` maps variants to labels."""
+    found: dict[str, dict[int, float]] = {label: {} for label in names.values()}
+    for row in rows:
+        if row["variant"] in names and row["threads"] == 1 and row["size"].get("b", 1) == 1 and "forward_ms" in row:
+            found[names[row["variant"]]][row["size"]["n"]] = row.get("both_ms", row["forward_ms"])
+    return {label: dict(sorted(times.items())) for label, times in found.items() if times}
+
+
+def relative(times: dict[str, dict[int, float]]) -> dict[str, dict[int, float]]:
+    """Return the speeds of models relative to the first one."""
+    base, *others = times.values()
+    speeds = [{n: base[n] / milliseconds for n, milliseconds in other.items() if n in base} for other in others]
+    return dict(zip([*times][1:], speeds, strict=True))
+
+
+def draw_performance(encoders: list[report.Row], decoders: list[report.Row]) -> None:
+    """Draw the speed of a training step relative to RoBERTa, and the time of a decoding step, over the length."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7, 3.4), layout="constrained")
+    for (name, speeds), style in zip(
+        relative(models(encoders, ENCODERS)).items(), ("C0o-", "C1s-", "C2^-"), strict=False
+    ):
+        left.plot(*zip(*speeds.items(), strict=True), style, label=name)
+    left.axhline(1, color="gray", linewidth=1, label="RoBERTa")
+    left.set(
+        title="speed of a training step", xlabel="tokens per sequence", ylabel="relative to RoBERTa", ylim=(0, None)
+    )
+    for (name, times), style in zip(models(decoders, DECODERS).items(), ("C0o-", "C1s-", "C2^-"), strict=False):
+        right.plot(*zip(*times.items(), strict=True), style, label=name)
+    right.set(title="time of a decoding step", xlabel="tokens of context", ylabel="milliseconds", ylim=(0, None))
     for axes in (left, right):
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-        axes.legend(fontsize="small")
-    figure.savefig(DOCS / "performance.png", dpi=100)
+        lengths = sorted({int(x) for line in axes.lines for x in line.get_xdata() if x > 1})
+        axes.set_xticks(lengths, [f"{n:,}" for n in lengths])
+        axes.legend()
+    figure.suptitle(f"one core, {describe(encoders)}", fontsize="medium")
+    figure.savefig(DOCS / "performance.png", dpi=150)
+
+
+def fill_models(encoders: list[report.Row], decoders: list[report.Row]) -> None:
+    """Fill the tables of training steps in README and of training and decoding steps on the page of performance."""
+    times = models(encoders, ENCODERS)
+    lengths = [*next(iter(times.values()))]
+    lines = [["training step on a CPU", *(f"{n:,} tokens" for n in lengths)]]
+    lines += [[name, *(f"{speeds[n]:.2f}x" for n in lengths)] for name, speeds in relative(times).items()]
+    about = f"One core, {describe(encoders)}; 23 M parameters, one sequence"
+    fill("../README.md", "speed", lines, about)
+    fill("performance.md", "encoders", lines, about)
+    times = models(decoders, DECODERS)
+    lengths = [*next(iter(times.values()))]
+    lines = [["context", *times], *([f"{n:,}", *(f"{found[n]:.1f}" for found in times.values())] for n in lengths)]
+    fill("performance.md", "decoding", lines, f"One core, {describe(decoders)}; 23 M parameters, one sequence")
 
 
 def draw_results() -> None:
@@ -105,10 +137,11 @@ def draw_results() -> None:
     figure.savefig(DOCS / "results.png", dpi=100)
 
 
-def measurements() -> list[report.Row]:
-    """Return all rows of the processor that was measured last."""
-    files = [report.read(file) for file in (DOCS.parent / "benchmarks" / "results").glob("*.json")]
-    return max(files, key=lambda rows: max(row["date"] for row in rows), default=[])
+def measurements(case: str) -> list[report.Row]:
+    """Return the rows of the processor on which a case was measured last."""
+    files = [report.read(file) for file in (DOCS.parent / "benchmarks" / "results").glob("*_*.json")]
+    files = [rows for rows in files if any(row["case"] == case for row in rows)]
+    return max(files, key=lambda rows: max(row["date"] for row in rows if row["case"] == case))
 
 
 def select(rows: list[report.Row], case: str, size: str) -> dict[str, report.Row]:
@@ -145,7 +178,7 @@ def draw_operators(rows: list[report.Row]) -> None:
 
 def describe(rows: list[report.Row]) -> str:
     about = rows[-1]
-    return f"{about['processor']}, float32, torch {about['torch']}, {about['allocator']}, {about['date'][:10]}"
+    return f"{about['processor']}, float32, torch {about['torch']}, {about['date'][:10]}"
 
 
 def fill(page: str, name: str, lines: list[list[str]], about: str) -> None:
@@ -183,8 +216,12 @@ def figure(number: float) -> str:
 
 
 if __name__ == "__main__":
-    if measured := measurements():
-        draw_operators(measured)
-        fill_tables(measured)
-    draw_performance()
+    averages = measurements("diagonal_ssm")
+    encoders, decoders = (
+        [row for row in measurements(case) if row["case"] == case] for case in ("encoders", "decoding")
+    )
+    draw_operators(averages)
+    fill_tables(averages)
+    draw_performance(encoders, decoders)
+    fill_models(encoders, decoders)
     draw_results()

@@ -1,40 +1,34 @@
 """Programs other than the training scripts: the demo, and baselines that do not use the models."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
 
+from tests.docs.blocks import ROOT
 from tests.examples.contract import reviews
 from tests.examples.runs import write
 
 
-@pytest.fixture
-def demo(script, monkeypatch):
-    """Return the demo with few sentences; it sets the number of threads and progress bars of the process."""
-    module, threads = script("demo"), torch.get_num_threads()
-    load = module.load_sentences
-    monkeypatch.setattr(module, "load_sentences", lambda seed: {k: v.select(range(64)) for k, v in load(seed).items()})
-    monkeypatch.setattr(module, "disable_progress_bars", lambda: None)
-    monkeypatch.setattr(module, "disable_progress_bar", lambda: None)
-    yield module
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.slow
-def test_every_step_in_the_folder_of_an_earlier_run(demo, with_code, tmp_path, capsys):
-    torch.set_num_threads(2)
+def test_demo_in_the_folder_of_an_earlier_run(tmp_path):
+    """Every step succeeds, and Luna and Mega are better than a bag of words where the order of words decides."""
     (tmp_path / "models" / "converted" / "old").mkdir(parents=True)
-    results = demo.main(["--num_train_epochs=1", "--output_dir", str(tmp_path)])
-    assert torch.get_num_threads() == 1
-    printed = capsys.readouterr().out
-    assert re.findall(r"^(\d)\. ", printed, re.MULTILINE) == list("123456")
-    assert len(re.findall(r"^  \d+ s$", printed, re.MULTILINE)) == 6
-    assert "within 1e-05 of the largest value" in printed
-    assert all(f"{name} {value:.3f}" in printed for name, value in results.items())
+    command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--output_dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^(\d)\. ", done.stdout, re.MULTILINE) == list("123456")
+    assert "within 1e-05 of the largest value" in done.stdout and "model.safetensors" in done.stdout
+    results = json.loads((tmp_path / "accuracy.json").read_text(encoding="utf-8"))
+    assert all(results[name] > results["bag of words"] + 0.1 for name in ("luna", "mega"))
+    assert f"mega {results['mega']:.3f}" in done.stdout.splitlines()[-1]
     assert not (tmp_path / "models" / "converted" / "old").exists()
-    assert {file.name for file in tmp_path.iterdir()} == {"accuracy.png", "models"}
+    assert {file.name for file in tmp_path.iterdir()} == {"accuracy.json", "accuracy.png", "models"}
 
 
 @pytest.mark.parametrize("kind", ["texts", "pairs", "scores"])

@@ -22,6 +22,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from tests.distributed.ranks import PATIENCE
+from tests.hub.server import LoopbackHub
 
 
 class Client:
@@ -30,18 +31,9 @@ class Client:
     Packages in the folder `before` take precedence over the installed ones.
     """
 
-    def __init__(self, url: str, home: Path, package: bool = True, before: Path | None = None):
+    def __init__(self, server: LoopbackHub, home: Path, package: bool = True, before: Path | None = None):
         self.path = [str(before)] if before else []
-        self.settings = {
-            "HF_ENDPOINT": url,
-            "HF_HOME": str(home),
-            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_OFFLINE": "0",
-            "HF_TOKEN": "hf_loopback",
-            "NO_PROXY": "127.0.0.1",
-        }
+        self.settings = {**server.settings(), "HF_HOME": str(home)}
         context = multiprocessing.get_context("spawn")
         self.pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=[package])
 

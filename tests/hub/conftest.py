@@ -24,7 +24,7 @@ def hub(server):
 @pytest.fixture(scope="session")
 def client(server, tmp_path_factory):
     """Start a process that has luna_mega."""
-    client = Client(server.url, tmp_path_factory.mktemp("home"))
+    client = Client(server, tmp_path_factory.mktemp("home"))
     yield client
     client.pool.shutdown()
 
@@ -32,7 +32,7 @@ def client(server, tmp_path_factory):
 @pytest.fixture(scope="session")
 def stranger(server, tmp_path_factory):
     """Start a process in which luna_mega cannot be imported."""
-    client = Client(server.url, tmp_path_factory.mktemp("home"), package=False)
+    client = Client(server, tmp_path_factory.mktemp("home"), package=False)
     yield client
     client.pool.shutdown()
 

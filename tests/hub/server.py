@@ -8,13 +8,13 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
-from huggingface_hub import ModelCard
-
 ID = r"[\w.-]+(?:/[\w.-]+)?"
 
 
 def metadata_errors(content: str) -> list[str]:
     """Return the reasons for which the Hub would reject a model card, as far as they can be determined here."""
+    from huggingface_hub import ModelCard  # late: a program may set the address of the server before this import
+
     try:
         data = ModelCard(content).data
     except ValueError as error:
@@ -121,6 +121,18 @@ class LoopbackHub(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
         self.clear()
         threading.Thread(target=self.serve_forever, args=[0.01], daemon=True).start()
+
+    def settings(self) -> dict[str, str]:
+        """Return the environment variables of a client; huggingface_hub reads them when it is imported."""
+        return {
+            "HF_ENDPOINT": self.url,
+            "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_OFFLINE": "0",
+            "HF_TOKEN": "hf_loopback",
+            "NO_PROXY": "127.0.0.1",
+        }
 
     def clear(self) -> None:
         """Remove repositories and failures."""

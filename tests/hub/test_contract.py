@@ -356,7 +356,7 @@ def test_oldest_transformers_that_the_card_promises(server, stranger, tmp_path):
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site]
     if subprocess.run([*pip, f"transformers=={version}.*"], capture_output=True).returncode:
         pytest.skip("pip reaches no package index")
-    old = Client(server.url, tmp_path / "home", package=False, before=site)
+    old = Client(server, tmp_path / "home", package=False, before=site)
     found = old.error(on_client.run_code, "import transformers; raise ValueError(transformers.__version__)")
     assert found.startswith(f"ValueError: {version}.")
     settings = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "num_beams": 2}
