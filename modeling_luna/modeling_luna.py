@@ -155,12 +155,15 @@ class LunaSeq2SeqCache(StateSeq2SeqCache):
     self_attention_class = cross_attention_class = LunaCache
 
 
-def sinusoids(positions: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the sinusoids of positions `[...]`, `[..., width]` in float32: sines, then cosines, as in fairseq."""
-    half = width // 2
-    index = torch.arange(half, device=positions.device, dtype=torch.float32)
-    angle = positions[..., None].float() * torch.exp(index * (-math.log(10000.0) / (half - 1)))
-    return nn.functional.pad(torch.cat([angle.sin(), angle.cos()], dim=-1), (0, width % 2))
+def sinusoids(positions: torch.Tensor, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the sinusoids of positions `[...]`, `[..., width]`: sines, then cosines, as in fairseq.
+
+    They are computed in float32, or in `dtype` if it is wider, and returned in `dtype`.
+    """
+    half, wide = width // 2, torch.promote_types(dtype, torch.float32)
+    index = torch.arange(half, device=positions.device, dtype=wide)
+    angle = positions[..., None].to(wide) * torch.exp(index * (-math.log(10000.0) / (half - 1)))
+    return nn.functional.pad(torch.cat([angle.sin(), angle.cos()], dim=-1), (0, width % 2)).to(dtype)
 
 
 class LunaEmbeddings(nn.Module):
@@ -211,7 +214,7 @@ class LunaEmbeddings(nn.Module):
         if self.word_dropout.rate > 0.0:
             hidden_states = hidden_states * self.word_dropout(hidden_states.new_ones((*hidden_states.shape[:2], 1)))
         if self.config.position_embedding_type != "none":
-            hidden_states = hidden_states + self.positions(position_ids).to(hidden_states.dtype)
+            hidden_states = hidden_states + self.positions(position_ids, hidden_states.dtype)
         if self.config.type_vocab_size:
             types = self.token_type_embeddings
             hidden_states = hidden_states + (types.weight[0] if token_type_ids is None else types(token_type_ids))
@@ -222,12 +225,12 @@ class LunaEmbeddings(nn.Module):
         hidden_states = layout.clear_padding(self.dropout(hidden_states))
         return hidden_states, self.packed(inputs_embeds, layout) if with_packed else None
 
-    def positions(self, position_ids: torch.Tensor) -> torch.Tensor:
+    def positions(self, position_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return position embeddings, `[B or 1, T, d]`."""
         position_ids = position_ids + self.offset
         if self.config.position_embedding_type == "learned":
-            return self.position_embeddings(position_ids)
-        return sinusoids(position_ids, cast(int, self.config.embedding_size))
+            return self.position_embeddings(position_ids).to(dtype)
+        return sinusoids(position_ids, cast(int, self.config.embedding_size), dtype)
 
     def packed(self, inputs_embeds: torch.Tensor, layout: Layout) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """Return the initial P `[B, L, d]` (one per layer unless P is contextual) and its mask `[B, L]`.
@@ -248,7 +251,7 @@ class LunaEmbeddings(nn.Module):
         packed = packed * self.scale
         if self.config.position_embedding_type == "sinusoidal":
             rows = torch.arange(packed.shape[-2], device=packed.device)
-            packed = packed + sinusoids(rows, width).to(packed.dtype)
+            packed = packed + sinusoids(rows, width, packed.dtype)
         if self.config.embedding_norm:
             packed = self.packed_layer_norm(packed)
         layers = [packed] if self.config.contextual_projection else [*packed.unbind()]

@@ -48,6 +48,12 @@ def eq_6(X, P, w, **counts):
     return w["LayerNorm_ffn"](ffn(X_A, w) + X_A), P_A
 
 
+def sinusoids(positions, width):
+    # Not in the paper: positions as in fairseq's Transformer, sines before cosines.
+    frequencies = np.exp(-np.log(10000) * np.arange(width // 2) / (width // 2 - 1))
+    return np.hstack([np.sin(np.outer(positions, frequencies)), np.cos(np.outer(positions, frequencies))])
+
+
 def eq_7(X, Y, Z):
     return np.array([X[t] @ (Y[: t + 1].T @ Z[: t + 1]) / (t + 1) for t in range(len(X))])
 

@@ -163,3 +163,12 @@ def test_an_error_in_an_equation_is_found(correct):
     cases = [{"causal_activation": activation} for activation in ACTIVATIONS]
     comparisons = (encoder_difference, decoder_difference, translation_difference)
     assert any(compare(case, wrong) > 1e-2 for case in cases for compare in comparisons)
+
+
+def test_sinusoidal_positions():
+    """The positions of a float64 model are computed in float64."""
+    config = LunaConfig(vocab_size=10, **SIZES | {"position_embedding_type": "sinusoidal"})
+    model = LunaModel(config).double()
+    positions = torch.arange(0, 5000, 7)
+    found = model.embeddings.positions(positions, torch.float64)
+    assert np.abs(found.numpy() - luna.sinusoids(positions.numpy() + model.embeddings.offset, 8)).max() < 1e-12
