@@ -15,7 +15,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "input_type": ("tokens", "values", "patches"),
     "attention_activation": ("softmax", "laplace", "relu2"),
     "normalization_type": ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm"),
-    "relative_positional_bias": ("rotary", "simple", "none"),
+    "relative_positional_bias": ("rotary", "simple", "t5", "alibi", "none"),
     "pooling": ("cls", "last", "mean"),
     "pair_features": ("concat", "interaction"),
 }
@@ -68,8 +68,9 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         add_token_type_embeddings, type_vocab_size: Embeddings of token types.
         initializer_range: Standard deviation of linear and embedding weights.
         ema_delta_alpha_range, ema_beta_range, ema_gamma_omega_range: Standard deviations of the moving average.
-        relative_positional_bias: `"rotary"` (any length), `"simple"` (a table) or `"none"`. The biases of T5, TUPE and
-            ALiBi, which section 3.2 also mentions, are not implemented.
+        relative_positional_bias: `"simple"` (a table), for any length `"rotary"`, `"t5"` (ranges of distances) and
+            `"alibi"` (linear in the distance), or `"none"`. TUPE, which section 3.2 also mentions, adds products of
+            absolute positions, for which the attention of Mega has no place.
         classifier_dropout: Dropout before each layer of the classification head. None = `hidden_dropout_prob`.
         add_lm_hidden_dense_layer: The language-model heads have a dense layer with tanh.
         num_attention_heads: Always 1. The field exists in files of transformers v4.

@@ -358,13 +358,62 @@ def compute_rotations(length: int, pairs: int, dtype: torch.dtype, device: torch
     return torch.cat((cosine, cosine, sine, -sine), 1)
 
 
-def build_relative_bias(config: MegaConfig, positions: int) -> MegaSimpleRelativeBias | MegaRotaryRelativeBias | None:
-    """Return the relative bias of `config` or None; a table has entries for sequences of `positions` positions."""
-    if config.relative_positional_bias == "none":
-        return None
-    if config.relative_positional_bias == "simple":
+class MegaT5RelativeBias(nn.Module):
+    """Biases of T5 (Raffel et al. 2020, section 2.1) for any length: one of 32 numbers for each range of distances.
+
+    Ranges contain one distance up to 16 (in both directions 8), then grow logarithmically up to 128; the last contains
+    all larger distances. `MegaPreTrainedModel._init_weights` initializes `rel_pos_bias`.
+    """
+
+    buckets, largest = 32, 128
+
+    def __init__(self, causal: bool):
+        super().__init__()
+        self.causal = causal
+        self.rel_pos_bias = nn.Parameter(torch.empty(self.buckets))
+
+    def forward(
+        self, length: int, grid: tuple[int, int] | None = None, count: Callable[[], int] | None = None
+    ) -> torch.Tensor:
+        """Return the biases as `MegaSimpleRelativeBias` does; `grid` and `count` do not affect them."""
+        distance = torch.arange(1 - length, length, device=self.rel_pos_bias.device)
+        ranges = self.buckets if self.causal else self.buckets // 2
+        exact = ranges // 2
+        first = torch.zeros_like(distance) if self.causal else ranges * (distance > 0)
+        distance = -distance.clamp(max=0) if self.causal else distance.abs()
+        # In float64, borders of ranges do not depend on the rounding of the logarithm.
+        growth = (distance.clamp(min=1).double() / exact).log() / math.log(self.largest / exact)
+        far = (exact + (growth * (ranges - exact)).long()).clamp(max=ranges - 1)
+        return upcast(self.rel_pos_bias[first + torch.where(distance < exact, distance, far)])
+
+
+class MegaAlibiRelativeBias(nn.Module):
+    """Bias of ALiBi (Press et al. 2022, section 3) for any length: -m |j - i| with m = 2^-8, the slope of one head."""
+
+    slope: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("slope", torch.tensor(2.0**-8))
+
+    def forward(
+        self, length: int, grid: tuple[int, int] | None = None, count: Callable[[], int] | None = None
+    ) -> torch.Tensor:
+        """Return the biases as `MegaSimpleRelativeBias` does; `grid` and `count` do not affect them."""
+        return -upcast(self.slope) * torch.arange(1 - length, length, device=self.slope.device).abs()
+
+
+def build_relative_bias(config: MegaConfig, positions: int, causal: bool) -> Any:
+    """Return the relative bias of `config` or None.
+
+    A table has entries for sequences of `positions` positions. `causal`: no query attends to a later position.
+    """
+    kind = config.relative_positional_bias
+    if kind == "simple":
         return MegaSimpleRelativeBias(positions, config.chunk_size - 1 if config.legacy_bias_table else None)
-    return MegaRotaryRelativeBias(config.shared_representation_size)
+    if kind == "rotary":
+        return MegaRotaryRelativeBias(config.shared_representation_size)
+    return {"t5": partial(MegaT5RelativeBias, causal), "alibi": MegaAlibiRelativeBias, "none": lambda: None}[kind]()
 
 
 def restore_columns(
@@ -503,7 +552,7 @@ class MegaGatedAttention(nn.Module):
         self.h_proj = nn.Linear(values, width)
         self.qk_weight = nn.Parameter(torch.empty(2, shared))
         self.qk_bias = nn.Parameter(torch.empty(2, shared))
-        self.rel_pos_bias = build_relative_bias(config, config.bias_positions)
+        self.rel_pos_bias = build_relative_bias(config, config.bias_positions, self.causal)
         self.activation = ACT2FN[config.activation]
         self.attention_dropout = Dropout(config.attention_probs_dropout_prob)
         self.dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
@@ -616,7 +665,7 @@ class MegaGatedCrossAttention(nn.Module):
         self.v_proj = nn.Linear(width, width)
         self.q_proj = nn.Linear(width, sum(self.sizes))
         self.h_proj = nn.Linear(width, width)
-        self.rel_pos_bias = build_relative_bias(config, config.cross_positions)
+        self.rel_pos_bias = build_relative_bias(config, config.cross_positions, causal=False)
         self.activation = ACT2FN[config.activation]
         self.attention_dropout = Dropout(config.attention_probs_dropout_prob)
         self.dropout = MegaDropout(config.dropout_prob, config.use_feature_dropout)
@@ -820,9 +869,13 @@ class MegaPreTrainedModel(CommonPreTrainedModel):
             init.copy_(module.ema_expansion_matrix, signs + noise)
             init.normal_(module.kernel_projection_matrix, std=config.ema_gamma_omega_range)
             init.normal_(module.residual_weight, std=config.ema_gamma_omega_range)
-        elif isinstance(module, MegaBandProjection | MegaSimpleRelativeBias | MegaRotaryRelativeBias):
+        elif isinstance(
+            module, MegaBandProjection | MegaSimpleRelativeBias | MegaRotaryRelativeBias | MegaT5RelativeBias
+        ):
             for parameter in module.parameters():
                 init.normal_(parameter, std=std)
+        elif isinstance(module, MegaAlibiRelativeBias):
+            init.constant_(module.slope, 2.0**-8)
         elif isinstance(module, MegaGatedAttention):
             init.normal_(module.qk_weight, std=std)
             init.zeros_(module.qk_bias)

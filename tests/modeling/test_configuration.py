@@ -47,7 +47,7 @@ SINGLE = {
     },
     "luna seq2seq": BOTH_SEQ2SEQ | {"max_target_positions": 10**12, "type_vocab_size": 2},
     "mega": BOTH | OF_IMAGES | {
-        "attention_activation": "gelu", "normalization_type": "norm", "relative_positional_bias": "alibi",
+        "attention_activation": "gelu", "normalization_type": "norm", "relative_positional_bias": "tupe",
         "activation": ("gleu", {}), "shared_representation_size": 13, "num_attention_heads": 2, "dropout_prob": 1.0,
         "ema_projection_size": -1, "classifier_dropout": -0.1, "ema_beta_range": -1.0, "hidden_size": "wide",
         "truncation": 10**18, "num_hidden_layers": 10**10, "drop_path_rate": 1.0,

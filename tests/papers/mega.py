@@ -95,6 +95,23 @@ def rotary_bias(n, a, b):
     return (a @ b.conj().T).real
 
 
+def t5_bias(n, table, causal):
+    # T5: distances up to 16 (8 on each side) have a number each, those up to 128 share numbers, logarithmically.
+    def number(distance):
+        sides = 1 if causal else 2
+        ranges, size = len(table) // sides, max(-distance, 0) if causal else abs(distance)
+        exact = ranges // 2
+        if size >= exact:
+            size = min(exact + int(np.log(size / exact) / np.log(128 / exact) * (ranges - exact)), ranges - 1)
+        return table[size + ranges * (sides == 2 and distance > 0)]
+
+    return np.array([[number(key - query) for key in range(n)] for query in range(n)])
+
+
+def alibi_bias(n, slope):
+    return -slope * np.abs(np.arange(n) - np.arange(n)[:, None])
+
+
 def mega(X, residual, w, f, causal, chunk):
     X1 = eq_6(X, w) if w["forward"] else X  # Figure 4: h = 0 is no average
     Z, V = eq_7(X1, w), eq_10(X, w)

@@ -5,8 +5,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from luna_mega import MegaConfig, MegaModel
+from luna_mega.modeling_mega.modeling_mega import MegaT5RelativeBias
 from tests.marks import slow_but
 from tests.papers import mega
 from tests.papers.mutations import mutate, random_model
@@ -76,6 +78,10 @@ def weights(config: MegaConfig, layer: torch.nn.Module, equations) -> dict:
     prefix = "mega_layer.rel_pos_bias."
     if config.relative_positional_bias == "none":
         named["b_rel"] = lambda n: 0.0
+    elif config.relative_positional_bias == "t5":
+        named["b_rel"] = partial(equations.t5_bias, table=w[f"{prefix}rel_pos_bias"], causal=config.is_decoder)
+    elif config.relative_positional_bias == "alibi":
+        named["b_rel"] = partial(equations.alibi_bias, slope=w[f"{prefix}slope"])
     elif config.relative_positional_bias == "simple":
         named["b_rel"] = partial(equations.simple_bias, table=w[f"{prefix}rel_pos_bias"])
     else:
@@ -85,18 +91,18 @@ def weights(config: MegaConfig, layer: torch.nn.Module, equations) -> dict:
     return named
 
 
-def difference(fields: dict, equations=mega) -> float:
+def difference(fields: dict, equations=mega, count: int = 9) -> float:
     """Return the largest difference of two sequences, one of them padded, from the equations of each sequence."""
     config = MegaConfig(**SIZES | fields)
-    model, X = random_model(MegaModel, config, add_pooling_layer=False), torch.randn(2, 9, 6, dtype=torch.float64)
-    mask = torch.ones(2, 9, dtype=torch.long)
-    mask[1, 7:] = 0
+    model, X = random_model(MegaModel, config, add_pooling_layer=False), torch.randn(2, count, 6, dtype=torch.float64)
+    mask = torch.ones(2, count, dtype=torch.long)
+    mask[1, count - 2 :] = 0
     found = model(inputs_embeds=X, attention_mask=mask).last_hidden_state.detach().numpy()
     function = {"softmax": equations.softmax, "relu2": equations.relu2, "laplace": equations.eq_16}
     options = {"f": function[config.attention_activation], "causal": config.is_decoder}
-    options |= {"chunk": config.attention_chunk or 9, "pre_norm": config.normalize_before_mega}
+    options |= {"chunk": config.attention_chunk or count, "pre_norm": config.normalize_before_mega}
     differences = []
-    for row, length in enumerate((9, 7)):
+    for row, length in enumerate((count, count - 2)):
         states = X[row, :length].numpy()
         for layer in model.layers:
             states = equations.eq_21(states, weights(config, layer, equations), **options)
@@ -108,6 +114,24 @@ def difference(fields: dict, equations=mega) -> float:
 @pytest.mark.parametrize("number", slow_but([*range(0, 36, 5), 36, 37, 38], range(len(CASES))))
 def test_model(number):
     assert difference(CASES[number]) < 1e-12
+
+
+@pytest.mark.parametrize("direction", [{}, CAUSAL], ids=["both", "causal"])
+@pytest.mark.parametrize("bias", ["t5", "alibi"])
+def test_biases_of_any_length(bias, direction):
+    assert (
+        difference({"relative_positional_bias": bias, "normalization_type": "layernorm"} | direction, count=300) < 1e-12
+    )
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_ranges_of_distances_are_those_of_t5(bidirectional):
+    """The numbers of distances in transformers' T5, whose logarithm is in float32."""
+    bias = MegaT5RelativeBias(causal=not bidirectional)
+    bias.rel_pos_bias.data = torch.arange(32.0)
+    distance = torch.arange(-399, 400)
+    expected = T5Attention._relative_position_bucket(distance, bidirectional)
+    assert bias(400).equal(expected.float())
 
 
 MUTATIONS = {
