@@ -413,7 +413,9 @@ def build_relative_bias(config: MegaConfig, positions: int, causal: bool) -> Any
         return MegaSimpleRelativeBias(positions, config.chunk_size - 1 if config.legacy_bias_table else None)
     if kind == "rotary":
         return MegaRotaryRelativeBias(config.shared_representation_size)
-    return {"t5": partial(MegaT5RelativeBias, causal), "alibi": MegaAlibiRelativeBias, "none": lambda: None}[kind]()
+    if kind == "t5":
+        return MegaT5RelativeBias(causal)
+    return MegaAlibiRelativeBias() if kind == "alibi" else None
 
 
 def restore_columns(

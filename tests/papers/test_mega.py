@@ -119,9 +119,8 @@ def test_model(number):
 @pytest.mark.parametrize("direction", [{}, CAUSAL], ids=["both", "causal"])
 @pytest.mark.parametrize("bias", ["t5", "alibi"])
 def test_biases_of_any_length(bias, direction):
-    assert (
-        difference({"relative_positional_bias": bias, "normalization_type": "layernorm"} | direction, count=300) < 1e-12
-    )
+    fields = {"relative_positional_bias": bias, "normalization_type": "layernorm"} | direction
+    assert difference(fields, count=300) < 1e-12
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
