@@ -15,7 +15,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "input_type": ("tokens", "values", "patches"),
     "attention_activation": ("softmax", "laplace", "relu2"),
     "normalization_type": ("layernorm", "scalenorm", "rmsnorm", "batchnorm", "syncbatchnorm"),
-    "relative_positional_bias": ("rotary", "simple", "t5", "alibi", "none"),
+    "relative_positional_bias": ("rotary", "simple", "t5", "alibi", "rope", "none"),
     "pooling": ("cls", "last", "mean"),
     "pair_features": ("concat", "interaction"),
 }
@@ -69,8 +69,9 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         initializer_range: Standard deviation of linear and embedding weights.
         ema_delta_alpha_range, ema_beta_range, ema_gamma_omega_range: Standard deviations of the moving average.
         relative_positional_bias: `"simple"` (a table), for any length `"rotary"`, `"t5"` (ranges of distances) and
-            `"alibi"` (linear in the distance), or `"none"`. TUPE, which section 3.2 also mentions, adds products of
-            absolute positions, for which the attention of Mega has no place.
+            `"alibi"` (linear in the distance), or `"none"`. `"rope"` is not a bias: it rotates queries and keys of
+            self-attention, so that their products depend on the distance. TUPE, which section 3.2 also mentions, adds
+            products of absolute positions, which Mega does not have.
         classifier_dropout: Dropout before each layer of the classification head. None = `hidden_dropout_prob`.
         add_lm_hidden_dense_layer: The language-model heads have a dense layer with tanh.
         num_attention_heads: Always 1. The field exists in files of transformers v4.
@@ -337,8 +338,11 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
             raise ValueError(f"use_chunking needs a chunk_size of at least 1, got {self.chunk_size}")
         if self.use_chunking:
             self._check_counts(["chunk_size"], most=MOST_IN_CHUNK)
-        if self.relative_positional_bias == "rotary" and (width := self.shared_representation_size) % 2:
-            raise ValueError(f"a rotary bias requires an even `shared_representation_size`, got {width}")
+        kind, width = self.relative_positional_bias, self.shared_representation_size
+        if kind in ("rotary", "rope") and width % 2:
+            raise ValueError(
+                f"relative_positional_bias={kind!r} requires an even `shared_representation_size`, got {width}"
+            )
         if self.num_attention_heads != 1:
             raise ValueError(f"`num_attention_heads` must be 1 for Mega, got {self.num_attention_heads}; omit it")
         if self.is_decoder and self.bidirectional:

@@ -403,6 +403,20 @@ class MegaAlibiRelativeBias(nn.Module):
         return -upcast(self.slope) * torch.arange(1 - length, length, device=self.slope.device).abs()
 
 
+def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotate the features m and m + Z/2 of queries or keys `[B, T, Z]` by t 10000^(-2m/Z) radians at position t.
+
+    RoPE (Su et al. 2021, eq. 34). `positions` are `[B or 1, T]`.
+    """
+    first, second = upcast(x).chunk(2, dim=-1)
+    frequency = torch.exp(
+        torch.arange(first.shape[-1], dtype=first.dtype, device=x.device) * (-math.log(10000.0) / first.shape[-1])
+    )
+    radians = positions[..., None].to(first.dtype) * frequency
+    cosine, sine = radians.cos(), radians.sin()
+    return torch.cat((first * cosine - second * sine, first * sine + second * cosine), dim=-1).to(x.dtype)
+
+
 def build_relative_bias(config: MegaConfig, positions: int, causal: bool) -> Any:
     """Return the relative bias of `config` or None.
 
@@ -544,7 +558,7 @@ class MegaGatedAttention(nn.Module):
         self.config = config  # `forward` reads it, because `chunk_size` can be changed later
         # `PreTrainedConfig.__getattribute__` is slow, so `forward` reads attributes instead.
         self.causal, self.pre_norm = config.is_decoder, config.normalize_before_mega
-        self.function = config.attention_activation
+        self.function, self.rotates = config.attention_activation, config.relative_positional_bias == "rope"
         width, values, shared = config.hidden_size, config.intermediate_size, config.shared_representation_size
         self.sizes = (width, shared, values, width)
         self.norm = MegaSequenceNorm(config, config.norm_affine)
@@ -586,6 +600,10 @@ class MegaGatedAttention(nn.Module):
         # Two products: a view of a joint product would keep the queries alive in the cache.
         pairs = zip(self.qk_bias.unbind(), self.qk_weight.unbind(), strict=True)
         query, key = (torch.addcmul(bias, shared, weight) for bias, weight in pairs)
+        if self.rotates:
+            positions = layout.columns_from(layout.start() if cache is None else cache.start(layout.mask), query)
+            positions = positions if chunk is None else positions % chunk  # small numbers are exact
+            query, key = rotate(query, positions), rotate(key, positions)
         if cache is None:
             window = KeyWindow(key, value, chunk, **layout.key_rows())
         else:

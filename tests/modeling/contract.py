@@ -612,7 +612,7 @@ MEGA = ALL | {
     "ema_projection_size": (3, 0, 1, 5), "shared_representation_size": (8, 4), "truncation": (None, 2, 5, 100),
     "normalize_before_mega": BOTH, "normalization_type": ("scalenorm", "layernorm", "rmsnorm", "batchnorm"),
     "norm_affine": BOTH, "attention_activation": ("softmax", "laplace", "relu2"), "use_normalized_ffn": BOTH,
-    "normalize_before_ffn": BOTH, "relative_positional_bias": ("rotary", "simple", "t5", "alibi", "none"),
+    "normalize_before_ffn": BOTH, "relative_positional_bias": ("rotary", "simple", "t5", "alibi", "rope", "none"),
     "final_norm": BOTH, "legacy_rms_norm": (False, True), "chunk_size": (None, 3, 4, 8),
 }  # fmt: skip
 MEGALODON = {

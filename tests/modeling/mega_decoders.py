@@ -10,6 +10,8 @@ DECODER_ONLY = {
     "laplace": {"attention_activation": "laplace"},
     "relu2 simple": {"attention_activation": "relu2", "relative_positional_bias": "simple", "max_positions": 40},
     "softmax chunks": {"use_chunking": True, "chunk_size": 4, "relative_positional_bias": "simple"},
+    "rope chunks": {"use_chunking": True, "chunk_size": 4, "relative_positional_bias": "rope"},
+    "t5": {"relative_positional_bias": "t5"},
     "laplace chunks": {"attention_activation": "laplace", "use_chunking": True, "chunk_size": 5},
     "relu2 chunks of 1": {"attention_activation": "relu2", "use_chunking": True, "chunk_size": 1},
     "truncated": {"truncation": 3, "use_chunking": True, "chunk_size": 4},

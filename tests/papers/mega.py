@@ -95,6 +95,12 @@ def rotary_bias(n, a, b):
     return (a @ b.conj().T).real
 
 
+def rope(x, positions):
+    half = x.shape[1] // 2
+    rotated = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.outer(positions, 10000 ** (-np.arange(half) / half)))
+    return np.hstack([rotated.real, rotated.imag])
+
+
 def t5_bias(n, table, causal):
     # T5: distances up to 16 (8 on each side) have a number each, those up to 128 share numbers, logarithmically.
     def number(distance):
@@ -117,6 +123,8 @@ def mega(X, residual, w, f, causal, chunk):
     Z, V = eq_7(X1, w), eq_10(X, w)
     Q, K = (eq_8_9(Z, w[f"kappa_{name}"], w[f"mu_{name}"]) for name in "qk")
     starts = range(0, len(X), chunk)  # section 3.5
+    if w["rotates"]:
+        Q, K = (rope(x, np.arange(len(X)) % chunk) for x in (Q, K))
     attended = [eq_11(Q[i : i + chunk], K[i : i + chunk], V[i : i + chunk], w["b_rel"], f, causal) for i in starts]
     return eq_15(eq_13(X1, w), eq_14(X1, eq_12(X1, w), np.concatenate(attended), w), residual)
 

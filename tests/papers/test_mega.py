@@ -76,7 +76,8 @@ def weights(config: MegaConfig, layer: torch.nn.Module, equations) -> dict:
     for row, name in enumerate("qk"):
         named[f"kappa_{name}"], named[f"mu_{name}"] = w["mega_layer.qk_weight"][row], w["mega_layer.qk_bias"][row]
     prefix = "mega_layer.rel_pos_bias."
-    if config.relative_positional_bias == "none":
+    named["rotates"] = config.relative_positional_bias == "rope"
+    if config.relative_positional_bias in ("none", "rope"):
         named["b_rel"] = lambda n: 0.0
     elif config.relative_positional_bias == "t5":
         named["b_rel"] = partial(equations.t5_bias, table=w[f"{prefix}rel_pos_bias"], causal=config.is_decoder)
@@ -116,8 +117,8 @@ def test_model(number):
     assert difference(CASES[number]) < 1e-12
 
 
-@pytest.mark.parametrize("direction", [{}, CAUSAL], ids=["both", "causal"])
-@pytest.mark.parametrize("bias", ["t5", "alibi"])
+@pytest.mark.parametrize("direction", [{}, CAUSAL, {"use_chunking": True, "chunk_size": 100}])
+@pytest.mark.parametrize("bias", ["t5", "alibi", "rope"])
 def test_biases_of_any_length(bias, direction):
     fields = {"relative_positional_bias": bias, "normalization_type": "layernorm"} | direction
     assert difference(fields, count=300) < 1e-12
