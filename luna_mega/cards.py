@@ -106,29 +106,33 @@ def loading_section(model_class: type, folder: str | os.PathLike[str], name: str
     text = ["## Load this model", "", "```python", *lines, "```", ""]
     has_code = Path(folder, CODE_FOLDER).is_dir()
     if has_code:
-        text += [WITHOUT_PACKAGE, "", "```python", *loading_without_package(model_class, name), "```", ""]
+        lines = loading_without_package(model_class, name, _has_tokenizer(folder))
+        text += [WITHOUT_PACKAGE, "", "```python", *lines, "```", ""]
     licenses = f"Weights: {license or 'not stated; set `license` in the metadata of this card'}."
     licenses += f" `{CODE_FOLDER}`: Apache License 2.0." * has_code
     return "\n".join([*text, licenses, ""])
 
 
+def _has_tokenizer(folder: str | os.PathLike[str]) -> bool:
+    return Path(folder, "tokenizer_config.json").is_file()
+
+
 def _loading_lines(loader: str, folder: str | os.PathLike[str], name: str) -> list[str]:
     """Return lines of code that load a model with the class `loader`, and the tokenizer if the folder has one."""
-    has_tokenizer = Path(folder, "tokenizer_config.json").is_file()
+    has_tokenizer = _has_tokenizer(folder)
     imports = sorted([*([] if "." in loader else [loader]), *["AutoTokenizer"] * has_tokenizer])
     lines = [f"from transformers import {', '.join(imports)}"] if imports else []
     lines += ["", f"model = {loader}.from_pretrained({json.dumps(name)})"]
     return lines + [f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(name)})"] * has_tokenizer
 
 
-def loading_without_package(model_class: type, name: str) -> list[str]:
-    """Return lines of code that load a model, with its code in the same folder or repository."""
+def loading_without_package(model_class: type, name: str, tokenizer: bool = False) -> list[str]:
+    """Return lines of code that load a model, with its code in the same folder or repository, and its tokenizer."""
     if auto := auto_class_of(model_class):
-        return [
-            f"from transformers import {auto}",
-            "",
-            f"model = {auto}.from_pretrained({json.dumps(name)}, trust_remote_code=True)",
-        ]
+        classes = {"model": auto} | ({"tokenizer": "AutoTokenizer"} if tokenizer else {})
+        call = f"from_pretrained({json.dumps(name)}, trust_remote_code=True)"
+        lines = [f"{variable} = {loader}.{call}" for variable, loader in classes.items()]
+        return [f"from transformers import {', '.join(sorted(classes.values()))}", "", *lines]
     reference = f"{CODE_FOLDER}/auto_{model_class.config_class.model_type}.{model_class.__name__}"
     return [
         "from transformers.dynamic_module_utils import get_class_from_dynamic_module",
@@ -234,7 +238,7 @@ def conversion_card(
         imports=imports,
         loader=loader or f"luna_mega.{model_class}",
         without_package_sentence=WITHOUT_PACKAGE,
-        without_package=loading_without_package(cls, "..."),
+        without_package=loading_without_package(cls, "...", tokenizer),
         pairs=tokenizer and suffix == "ForSequencePairClassification",
         architecture={field: markdown(value) for field, value in architecture(config).items()},
         parameters=f"{parameters:,}",

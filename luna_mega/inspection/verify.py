@@ -144,8 +144,9 @@ def _check_source(folder: ModelFolder, metadata: Mapping[str, str]) -> None:
                 own.append(hashlib.file_digest(content, "sha256").hexdigest())
     recorded = metadata.get("sha256")
     if recorded is None or recorded not in own:
+        origin = "without a SHA-256" if recorded is None else f"from a checkpoint with the SHA-256 {recorded}"
         raise ConversionError(
-            f"recorded from a checkpoint with the SHA-256 {recorded}, but {folder.path} is of {own[0]}; record the "
+            f"recorded {origin}, but {folder.path} is of {own[0]}; record the "
             "outputs of that checkpoint, with `sha256` in the metadata"
         )
 

@@ -205,6 +205,7 @@ def check_card(client: Client, stranger: Client, card: str, name: str, source: P
     blocks = re.findall(r"^```python\n(.*?)^```$", card, re.DOTALL | re.MULTILINE)
     with_package, without = (block.replace(json.dumps(name), json.dumps(str(source))) for block in blocks)
     assert with_package.startswith("import luna_mega") and "trust_remote_code" not in with_package
+    assert ("AutoTokenizer" in with_package) == ("AutoTokenizer" in without)
     assert client(on_client.run_code, with_package).startswith("luna_mega.")
     assert stranger(on_client.run_code, without).startswith("transformers_modules.")
 

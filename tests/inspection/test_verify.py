@@ -141,10 +141,10 @@ def test_a_record_with_which_nothing_can_be_compared_raises(change, masked_lm, t
 
 def test_a_record_of_something_else_raises(parity_folder, masked_lm, tmp_path, capsys):
     folder, record = masked_lm
-    for metadata, sha256 in ((None, None), ({"sha256": "0" * 64}, "0" * 64)):
+    for metadata, origin in ((None, "without a SHA-256"), ({"sha256": "0" * 64}, f"with the SHA-256 {'0' * 64}")):
         save_file(record, tmp_path / "recorded", metadata)
         message = command_error(capsys, "verify", folder, tmp_path / "recorded")
-        assert f"SHA-256 {sha256}, but" in message and "`sha256` in the metadata" in message
+        assert f"{origin}, but" in message and "`sha256` in the metadata" in message
     for other in (parity_folder("luna", "bert_heads") / "checkpoint.pt", folder):
         message = command_error(capsys, "verify", folder, other)
         assert f"{other}: not a file of recorded outputs; write one with the original code" in message
