@@ -215,13 +215,17 @@ def figure(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
+def rows_of_case(case: str) -> list[report.Row]:
+    return [row for row in measurements(case) if row["case"] == case]
+
+
+def fill_pages() -> None:
+    fill_tables(measurements("diagonal_ssm"))
+    fill_models(rows_of_case("encoders"), rows_of_case("decoding"))
+
+
 if __name__ == "__main__":
-    averages = measurements("diagonal_ssm")
-    encoders, decoders = (
-        [row for row in measurements(case) if row["case"] == case] for case in ("encoders", "decoding")
-    )
-    draw_operators(averages)
-    fill_tables(averages)
-    draw_performance(encoders, decoders)
-    fill_models(encoders, decoders)
+    fill_pages()
+    draw_operators(measurements("diagonal_ssm"))
+    draw_performance(rows_of_case("encoders"), rows_of_case("decoding"))
     draw_results()

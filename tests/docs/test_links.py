@@ -4,8 +4,10 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
+import json
 import os
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -84,6 +86,23 @@ def test_drawings_are_results_of_the_operators():
         assert NUMBER.sub("", stored[name]) == NUMBER.sub("", svg)
         found, expected = (list(map(float, WEIGHT.findall(text))) for text in (stored[name], svg))
         assert found == pytest.approx(expected, abs=0.011)
+
+
+def test_figures_of_pages_are_measurements(monkeypatch, tmp_path):
+    """`make figures` changes no page, and README has the means of the three runs of the demo."""
+    for folder in ("docs", "benchmarks/results"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    shutil.copy(ROOT / "README.md", tmp_path)
+    plots = load("plots")
+    monkeypatch.setattr(plots, "DOCS", tmp_path / "docs")
+    plots.fill_pages()
+    for page in PAGES:
+        assert not page.startswith("docs") or (tmp_path / page).read_text("utf-8") == (ROOT / page).read_text("utf-8")
+    assert (tmp_path / "README.md").read_text("utf-8") == README
+    runs = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text("utf-8"))["test accuracy"]
+    means = {name: sum(run[name] for run in runs) / len(runs) for name in ("bag of words", "luna", "mega")}
+    text = ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+    assert text.lower() in " ".join(README.lower().split())
 
 
 @pytest.mark.parametrize("config", [LunaConfig, MegaConfig, MegalodonConfig])
