@@ -40,6 +40,9 @@ class CheckpointArguments:
         default="", help="configuration fields: hidden_size=128,pooling=mean; luna.hidden_size=128 for a new luna only"
     )
     ignore_mismatched_sizes: bool = HfArg(default=False, help="replace heads of another size or with other labels")
+    decay_all_weights: bool = HfArg(
+        default=False, help="weight decay of all weights, as in fairseq; default: not of biases and norms"
+    )
     license: str | None = HfArg(default=None, help="license of the weights in the model card: apache-2.0")
 
 

@@ -65,6 +65,7 @@ class Run:
             training.include_num_input_tokens_seen = "non_padding"
         self.data, self.training = data, training
         self.base_model, self.license = model.model_name_or_path, model.license
+        self.decay_all_weights = model.decay_all_weights
         self.checkpoint = find_checkpoint(training)
         if self.checkpoint and training.do_train:
             check_resumed(self.checkpoint, training)
@@ -104,6 +105,8 @@ class Run:
             callbacks.append(ProgressBar())
         for callback in callbacks:
             trainer.add_callback(callback)
+        if self.decay_all_weights:
+            trainer.decays = lambda name, parameter: True
         metrics = self._train(trainer) if self.training.do_train else {}
         metrics |= evaluate() if evaluate else score(trainer)
         if predict is not None and self.training.do_predict:

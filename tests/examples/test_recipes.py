@@ -73,6 +73,8 @@ def test_recipe_is_complete(path, parsed):
         found = getattr(holder, name)
         assert found == (float(value) if isinstance(found, float) else value) or name == "bf16", name
     assert f"--recipe {path.relative_to(ROOT)}" in text.split("\n\n")[0]  # the command of the header
+    if re.match(r"table|readme|qnli|qqp|sst2$|wmt|enwik8|wikitext103", path.stem):
+        assert task.model.decay_all_weights  # as fairseq does
     # a new model of a paper has the initialization of the original, stated in the recipe or in a preset
     if re.match(r"table8|wmt|enwik8|wikitext103|speech_commands|imagenet", path.stem):
         value = "0.03125" if path.stem.startswith("wmt14") else "0.02"  # Xavier with gain 1 / sqrt(2) and d = 512

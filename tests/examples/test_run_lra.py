@@ -278,12 +278,13 @@ def test_convention_of_the_luna_paper(run, tmp_path):
     assert (config.hidden_size, config.num_attention_heads, config.max_position_embeddings) == (16, 2, 32)
 
 
-def test_weight_decay_of_a_convention(run, tmp_path):
+def test_weight_decay(run, tmp_path):
     """It applies to all parameters in the papers; here, norms keep their weights. A step sets decayed ones to 0."""
     decay = ["--learning_rate", 0.1, "--weight_decay", 10, "--max_steps", 1]
-    for convention, is_decayed in (("ours", False), ("mega", True)):
-        run("image", "mega", convention, *decay, "--convention", convention)
-        weights = load_file(tmp_path / convention / "model.safetensors")
+    decays_all = {"--convention=ours": False, "--convention=mega": True, "--decay_all_weights": True}
+    for number, (option, is_decayed) in enumerate(decays_all.items()):
+        run("image", "mega", str(number), *decay, option)
+        weights = load_file(tmp_path / str(number) / "model.safetensors")
         norms = [value.abs().max() for name, value in weights.items() if name.endswith("norm.scalar")]
         assert all((norm < 0.11) == is_decayed for norm in norms) and norms
 
