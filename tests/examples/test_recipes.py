@@ -73,7 +73,7 @@ def test_recipe_is_complete(path, parsed):
         found = getattr(holder, name)
         assert found == (float(value) if isinstance(found, float) else value) or name == "bf16", name
     assert f"--recipe {path.relative_to(ROOT)}" in text.split("\n\n")[0]  # the command of the header
-    if re.match(r"table|readme|qnli|qqp|sst2$|wmt|enwik8|wikitext103", path.stem):
+    if re.match(r"table|readme|qnli|qqp|sst2$|wmt|enwik8|wikitext103|speech", path.stem):
         assert task.model.decay_all_weights  # as fairseq does
     # a new model of a paper has the initialization of the original, stated in the recipe or in a preset
     if re.match(r"table8|wmt|enwik8|wikitext103|speech_commands|imagenet", path.stem):
@@ -162,6 +162,32 @@ def test_model_of_a_recipe(path, parsed, script):
     if path.parent.name == "clm" and path.stem.startswith("compare"):
         assert parameters == pytest.approx(2.46e6, rel=0.01)
     assert not path.stem.startswith("multi30k") or parameters < 12e6
+
+
+PRINTED = yaml.safe_load((ROOT / "tests" / "papers" / "tables.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_recipe_has_the_printed_hyperparameters(name, parsed, script):
+    """Values that differ from the paper are those that `here` states; the page of the paper names the recipe."""
+    printed, path = dict(PRINTED[name]), EXAMPLES / "recipes" / f"{name}.yaml"
+    page, gpus, rows, here = (
+        printed.pop(key, other) for key, other in (("page", ""), ("gpus", 1), ("rows", 1), ("here", {}))
+    )
+    task = parsed(path)
+    training = task.training
+    batch = training.per_device_train_batch_size * training.gradient_accumulation_steps * gpus
+    found = {"batch": batch, "epochs": round(training.max_steps * batch / rows), "schedule": training.lr_scheduler_type}
+    overrides = yaml.safe_load("{" + task.model.config_overrides.replace("=", ": ") + "}")
+    if path.parent.name == "lra":
+        overrides |= make_config_of(path, task, script)[1].to_dict()
+    elif path.parent.name == "audio":
+        overrides = MegaConfig(**overrides).to_dict()
+    for field, value in printed.items():
+        holder = next((each for each in (training, task.data) if hasattr(each, field)), None)
+        actual = found.get(field, overrides.get(field) if holder is None else getattr(holder, field))
+        assert actual == (here.get(field, value)), field
+    assert not here or f"{name}.yaml" in (ROOT / "docs" / "papers" / f"{page}.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
