@@ -386,6 +386,7 @@ CASES = {
             {
                 "luna_128": ("luna", {"projection_length": 128}),
                 "luna_16": ("luna", {"projection_length": 16}),
+                "luna_256": ("luna", {"projection_length": 256}),
                 "mega_chunk_128": ("mega", {"chunk_size": 128}),
                 "mega": ("mega", {"use_chunking": False}),
                 "roberta_sdpa": ("roberta", {}),
