@@ -5,7 +5,6 @@ from typing import Any, Unpack, cast
 import torch
 from torch import nn
 from transformers.cache_utils import EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from luna_mega.modeling_common.arguments import HeadKwargs
@@ -59,7 +58,7 @@ class Seq2SeqBody(EncoderDecoder):
     Classes of a family can override `read_outputs`, `decoder_inputs` and `make_output`.
     """
 
-    encoder_output_class: Any = BaseModelOutput
+    encoder_output_class: Any
     body_output_class: Any = Seq2SeqModelOutput
 
     def __init__(self, config: Any):
@@ -170,19 +169,32 @@ class Seq2SeqBody(EncoderDecoder):
         """
         mask = source["attention_mask"] = to_bool_mask("attention_mask", source["attention_mask"])
         source = source | {"token_type_ids": options.pop("token_type_ids", None)}
+        is_given = encoded is not None
         has_source = source["input_ids"] is not None or source["inputs_embeds"] is not None
         if encoded is None and not has_source and isinstance(cache, EncoderDecoderCache) and cache.get_seq_length() > 0:
             encoded = self.encoder_output_class()
         elif encoded is None:
             output_options = {name: value for name, value in options.items() if name.startswith("output_")}
             encoded = self.encoder(**source, return_dict=True, **output_options)
-        return encoded, getattr(encoded, "attention_mask", None) if mask is None else mask
+        if mask is None:
+            mask = getattr(encoded, "attention_mask", None)
+        if mask is None and is_given and source["input_ids"] is not None:  # a tuple may have no mask
+            mask = find_mask(source["input_ids"], self.encoder.config)
+        return encoded, mask
 
     def read_outputs(self, outputs: ModelOutput | tuple[torch.Tensor, ...] | None) -> Any:
-        """Return `encoder_outputs` as an `encoder_output_class`, or None."""
+        """Return `encoder_outputs` as an `encoder_output_class`, or None.
+
+        A tuple has the states and the mask, which can be omitted, then the recorded states and attention weights.
+        """
         if outputs is None or isinstance(outputs, ModelOutput):
             return outputs
-        return self.encoder_output_class(*outputs) if outputs else None
+        if not outputs:
+            return None
+        tensors = [x for x in outputs if isinstance(x, torch.Tensor)]
+        recorded = [x for x in outputs if isinstance(x, tuple)]
+        named = dict(zip(("last_hidden_state", "attention_mask"), tensors, strict=False))
+        return self.encoder_output_class(**named, **dict(zip(("hidden_states", "attentions"), recorded, strict=False)))
 
     def decoder_inputs(self, encoded: Any, options: dict[str, Any]) -> dict[str, Any]:
         """Return more arguments of the decoder; remove from `options` those that the decoder names differently."""

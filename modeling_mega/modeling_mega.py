@@ -1344,11 +1344,13 @@ class MegaForCausalLM(GenericForCausalLM, StateGenerationMixin, MegaPreTrainedMo
 class MegaSeq2SeqModel(Seq2SeqBody, MegaPreTrainedModel):
     """A Mega encoder and a Mega decoder with gated cross-attention, without a head.
 
-    `cross_attentions` has one tensor `[B, 1, T, S]` per layer. Other attention weights are as in `MegaModel`.
+    `cross_attentions` has one tensor `[B, 1, T, S]` per layer. Other attention weights are as in `MegaModel`. If
+    `encoder_outputs` is a tuple, it contains the token states and, unless all tokens are kept, the token mask.
     """
 
     config_class = MegaSeq2SeqConfig
     _tied_weights_keys = {f"decoder.{_WORD_EMBEDDINGS}": f"encoder.{_WORD_EMBEDDINGS}"}
+    encoder_output_class = MegaModelOutput
 
 
 class MegaForConditionalGeneration(Seq2SeqLM, Seq2SeqGenerationMixin, MegaPreTrainedModel):

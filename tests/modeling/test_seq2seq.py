@@ -70,6 +70,16 @@ def test_encoder_outputs_instead_of_the_source(model):
     for outputs in (returned, returned.to_tuple()):
         logits = model(encoder_outputs=outputs, attention_mask=mask, decoder_input_ids=ids).logits
         assert torch.equal(logits, expected)
+    if model.config.model_type.startswith("mega"):
+        for options in ({"output_hidden_states": True}, {}):
+            states = model.get_encoder()(**given, **options)
+            outputs = model(encoder_outputs=states.to_tuple(), decoder_input_ids=ids)
+            assert torch.equal(outputs.logits, expected)
+            assert (outputs.encoder_hidden_states or ()) == (states.hidden_states or ())
+        logits = model(
+            input_ids=given["input_ids"], encoder_outputs=states.to_tuple()[:1], decoder_input_ids=ids
+        ).logits
+        assert torch.equal(logits, expected)  # the mask is that of the tokens
     if "packed_mask" in returned:  # a packed source has a mask
         assert torch.equal(model(encoder_outputs=returned, decoder_input_ids=ids).logits, expected)
         returned.packed_last_hidden_state = soil(returned.packed_last_hidden_state, returned.packed_mask)
