@@ -62,27 +62,27 @@ def main(argv: list[str] | None = None) -> str:
     for length in lengths:
         if run.main(["encoders", "--variants", *table.printed, *limits, "--size", f"n={length}", *options.size]):
             sys.exit(1)
-    text = make_table(table, lengths, report.read(output))
+    text = report.join(make_lines(table, lengths, report.read(output)))
     print(f"\n{options.name}, in parentheses the paper:\n\n{text}")
     return text
 
 
-def make_table(table: Table, lengths: tuple[int, ...], rows: list[report.Row]) -> str:
-    """Return the table in the form of the paper."""
+def make_lines(table: Table, lengths: tuple[int, ...], rows: list[report.Row]) -> list[list[str]]:
+    """Return the lines of the table in the form of the paper."""
     found = {(row["variant"], row["size"]["n"]): row for row in rows}
     base = next(iter(table.printed))
-    header = ["model", *(f"speed, {n:,}" for n in lengths), *(f"memory, {n:,}" for n in lengths)]
-    lines = [header]
-    for variant, (name, *printed) in table.printed.items():
-        cells = [name]
-        for field, values, precision in zip(("both_ms", "both_mb"), printed, (1, 2), strict=True):
-            for n in lengths:
-                mine, other = found[variant, n][field], found[base, n][field]
-                ratio = other / mine if field == "both_ms" else mine / other
-                paper = f" ({values[table.lengths.index(n)]:.{precision}f})" if n in table.lengths else ""
-                cells.append(f"{ratio:.{precision}f}{paper}")
-        lines.append(cells)
-    return report.join(lines)
+    lines = [["speed / memory", *(f"{n:,} tokens" for n in lengths)]]
+    for variant, (name, speeds, memories) in table.printed.items():
+        cells = []
+        for n in lengths:
+            mine, other = found[variant, n], found[base, n]
+            ratios = f"{other['both_ms'] / mine['both_ms']:.1f}", f"{mine['both_mb'] / other['both_mb']:.2f}"
+            if n in table.lengths:
+                index = table.lengths.index(n)
+                ratios = f"{ratios[0]} ({speeds[index]:.1f})", f"{ratios[1]} ({memories[index]:.2f})"
+            cells.append(" / ".join(ratios))
+        lines.append([name, *cells])
+    return lines
 
 
 if __name__ == "__main__":
