@@ -1,6 +1,7 @@
 """Long Range Arena: its data are correct and reproducible; every task with every model, and the conventions."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -185,20 +186,43 @@ TRAINED = [("listops", "mega"), ("retrieval", "luna"), ("image", "mega"), ("path
 MORE = [("text", "transformer"), ("retrieval", "transformer"), ("retrieval", "mega"), ("pathfinder", "luna")]
 
 
+def write_task(task: str, folder: Path, script) -> None:
+    """Write a few rows of a task."""
+    for split, size in (("train", 12), ("validation", 6), ("test", 5)):
+        if task == "listops":
+            trees = script("lra.listops").trees(size, script("lra.listops").Shape(10, 10, 3, 40))
+            rows = [next(trees) for _ in range(size)]
+        elif task in LENGTHS:
+            rows = [row | {"text1": row["text"], "text2": "a film"} for row in reviews(size, size)]
+        else:
+            rows = [row | {"label": index % 2} for index, row in enumerate(images(size, size))]
+        write(rows, folder / f"{split}.parquet")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "task", "printed"), [("luna-table3", "listops", 38.36), ("mega-figure4", "text", None)]
+)
+def test_ablations_of_the_papers(script, tmp_path, name, task, printed):
+    """Every model of the table is trained and tested; its accuracy is one of five test rows."""
+    write_task(task, tmp_path / task, script)
+    options = ["--data", str(tmp_path), "--tasks", task, "--output", str(tmp_path / "out.json"), "--max_steps", "1"]
+    options += ["--max_seq_length", str(LENGTHS[task]), "--per_device_train_batch_size", "2", "--use_cpu"]
+    options += ["--gradient_accumulation_steps", "1", "--eval_strategy", "no", "--load_best_model_at_end", "false"]
+    text = script("papers").main([name, *options, "--save_strategy", "no"])
+    *_, last = found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["test accuracy"].items()
+    assert [name for name, _ in found] == [*script("papers").ABLATIONS[name].printed]
+    assert all(accuracy[task] in (0, 20, 40, 60, 80, 100) for _, accuracy in found)
+    cell = f"{last[1][task]:.2f}" + (f" ({printed:.2f})" if printed else "")
+    assert text.splitlines()[-1] == f"| {last[0]} | {cell} |" and len(text.splitlines()) == 2 + len(found)
+
+
 @pytest.fixture
 def run(call, script, tmp_path):
     """Return a function that trains a model for two steps on a few rows of a task, and returns its metrics."""
 
     def train(task: str, model: str, output: str, *options: object) -> dict:
-        for split, size in (("train", 12), ("validation", 6), ("test", 5)):
-            if task == "listops":
-                trees = script("lra.listops").trees(size, script("lra.listops").Shape(10, 10, 3, 40))
-                rows = [next(trees) for _ in range(size)]
-            elif task in LENGTHS:
-                rows = [row | {"text1": row["text"], "text2": "a film"} for row in reviews(size, size)]
-            else:
-                rows = [row | {"label": index % 2} for index, row in enumerate(images(size, size))]
-            write(rows, tmp_path / task / f"{split}.parquet")
+        write_task(task, tmp_path / task, script)
         source = ["--task_name", task, "--dataset_path", tmp_path / task, "--output_dir", tmp_path / output]
         source += ["--max_seq_length", LENGTHS.get(task, 64), "--per_device_train_batch_size", 4, "--do_eval"]
         new = ["--model_type", model, "--config_overrides", MODELS.get(model), "--do_train", "--max_steps", 2]
