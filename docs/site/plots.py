@@ -14,9 +14,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 DOCS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(DOCS.parent / "benchmarks"), str(DOCS.parent / "examples")]
+sys.path.insert(0, str(DOCS.parent / "benchmarks"))
 import acceptance  # noqa: E402
-import papers  # noqa: E402
 import report  # noqa: E402
 
 LENGTHS = [512, 4096, 16384, 65536]
@@ -223,9 +222,6 @@ def rows_of_case(case: str) -> list[report.Row]:
 def fill_pages() -> None:
     fill_tables(measurements("diagonal_ssm"))
     fill_models(rows_of_case("encoders"), rows_of_case("decoding"))
-    for name, table in papers.TABLES.items():
-        rows = report.read(DOCS.parent / "benchmarks" / "results" / f"{name}.json")
-        fill("performance.md", name, papers.make_lines(table, table.lengths, rows), f"One core, {describe(rows)}")
 
 
 if __name__ == "__main__":
