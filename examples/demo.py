@@ -12,15 +12,14 @@ from luna_mega_cli.script_options import check_names
 check_names(__name__)  # before the imports, which take seconds
 
 import os
-import sys
+import runpy
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
-from tests.hub.server import LoopbackHub
 
 if __name__ == "__main__":
-    hub = LoopbackHub()
+    hub = runpy.run_path(str(ROOT / "tests" / "hub" / "server.py"))["LoopbackHub"]()
     os.environ |= hub.settings()  # before huggingface_hub is imported
 
 import hashlib
@@ -28,6 +27,7 @@ import json
 import random
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -192,7 +192,7 @@ def train(name: str, data: dict[str, Dataset], options: Arguments, folder: Path)
     return trainer, trainer.predict(tokens["test"]).predictions.argmax(axis=-1)
 
 
-def share(trainer: Trainer, hub: LoopbackHub, text: str) -> None:
+def share(trainer: Trainer, hub: Any, text: str) -> None:
     """Push a model, load it in a process without luna-mega, and compare the score of a text with the score here."""
     trainer.push_to_hub()
     folder, names = Path(trainer.args.output_dir), sorted(hub.repositories["tester/mega"])
@@ -231,7 +231,7 @@ def plot(curves: dict[str, list[float]], right: dict[str, np.ndarray], lengths: 
     figure.savefig(file, dpi=120)
 
 
-def main(argv: list[str] | None = None, hub: LoopbackHub | None = None) -> dict[str, float]:
+def main(argv: list[str] | None = None, hub: Any = None) -> dict[str, float]:
     (options,) = lib.parse_arguments((Arguments,), argv)
     lib.check_least(options, 0, "num_train_epochs", "learning_rate")
     disable_progress_bars()

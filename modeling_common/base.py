@@ -226,6 +226,8 @@ class BodyMixin(ModelMixin):
     * `packs`: whether the model is a Luna, with a packed sequence P. Luna embeds `position_ids`, which only mark
       sequence boundaries in other models, and returns attention weights also with a filled cache.
     * `has_read_types`: whether the values of a batch of token types have been checked.
+    * `returns_mask`: whether outputs contain the mask. The encoder of a Mega encoder-decoder has none, because an
+      exported decoder would require it as an input.
     * `closes_gaps`: whether layers require the kept positions of a row to follow each other, as moving averages do.
     * `token_types`: the number of token types; 0 = the model has no type embeddings.
     * `input_width`: the width of `inputs_embeds`.
@@ -237,6 +239,7 @@ class BodyMixin(ModelMixin):
     reads_target = False
     packs = False
     has_read_types = False
+    returns_mask = True
     closes_gaps: bool = True
     embeddings_name: str = ""  # name of the module with the input embedding; "" = the model
     embedding_names = EMBEDDINGS  # name of the input embedding by `config.input_type`

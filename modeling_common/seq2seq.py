@@ -18,7 +18,7 @@ from luna_mega.modeling_common.labels import (
     keep_positions,
     shift_right,
 )
-from luna_mega.modeling_common.masks import find_mask, find_target_mask, to_bool_mask
+from luna_mega.modeling_common.masks import drop_if_full, find_mask, find_target_mask, to_bool_mask
 from luna_mega.modeling_common.outputs import Seq2SeqLMOutput, Seq2SeqModelOutput, cache_field
 
 
@@ -66,7 +66,7 @@ class Seq2SeqBody(EncoderDecoder):
         if not config.shares_embeddings:
             self._tied_weights_keys = {}
         self.encoder, self.decoder = (self.body_class(side, **self.body_options) for side in config.sides)
-        self.decoder.reads_target = True
+        self.decoder.reads_target, self.encoder.returns_mask = True, self.encoder.packs
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -169,7 +169,6 @@ class Seq2SeqBody(EncoderDecoder):
         """
         mask = source["attention_mask"] = to_bool_mask("attention_mask", source["attention_mask"])
         source = source | {"token_type_ids": options.pop("token_type_ids", None)}
-        is_given = encoded is not None
         has_source = source["input_ids"] is not None or source["inputs_embeds"] is not None
         if encoded is None and not has_source and isinstance(cache, EncoderDecoderCache) and cache.get_seq_length() > 0:
             encoded = self.encoder_output_class()
@@ -178,8 +177,8 @@ class Seq2SeqBody(EncoderDecoder):
             encoded = self.encoder(**source, return_dict=True, **output_options)
         if mask is None:
             mask = getattr(encoded, "attention_mask", None)
-        if mask is None and is_given and source["input_ids"] is not None:  # a tuple may have no mask
-            mask = find_mask(source["input_ids"], self.encoder.config)
+        if mask is None and source["input_ids"] is not None:
+            mask = drop_if_full(find_mask(source["input_ids"], self.encoder.config))
         return encoded, mask
 
     def read_outputs(self, outputs: ModelOutput | tuple[torch.Tensor, ...] | None) -> Any:

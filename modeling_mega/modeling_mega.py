@@ -1073,7 +1073,7 @@ class MegaModel(BodyMixin, MegaPreTrainedModel):
         return MegaModelOutput(
             last_hidden_state=hidden_states,
             pooler_output=pooler_output,
-            attention_mask=None if inputs.mask is None else inputs.mask.long(),
+            attention_mask=None if inputs.mask is None or not self.returns_mask else inputs.mask.long(),
             **cache_field(inputs.model_cache),
         )
 

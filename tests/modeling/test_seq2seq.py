@@ -73,7 +73,7 @@ def test_encoder_outputs_instead_of_the_source(model):
     if model.config.model_type.startswith("mega"):
         for options in ({"output_hidden_states": True}, {}):
             states = model.get_encoder()(**given, **options)
-            outputs = model(encoder_outputs=states.to_tuple(), decoder_input_ids=ids)
+            outputs = model(encoder_outputs=states.to_tuple(), attention_mask=mask, decoder_input_ids=ids)
             assert torch.equal(outputs.logits, expected)
             assert (outputs.encoder_hidden_states or ()) == (states.hidden_states or ())
         logits = model(
