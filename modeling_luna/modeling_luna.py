@@ -746,6 +746,8 @@ def number_positions(config: LunaConfig, inputs: Inputs) -> torch.Tensor:
         positions = layout.positions(given)
         if inputs.cache is not None and inputs.seen:
             positions = positions + inputs.cache.layers[0].tensors["count"][:, None]
+            if layout.mask is not None:  # padding after the last learned position has none
+                positions = positions.masked_fill(~layout.mask, 0)
     # Padding has no positions. Programs contain no branch on values.
     if longest is not None and length > longest and (inputs.model_cache is not None or mode() < COMPILED):
         forbid_capture(positions, f"{length} positions of a model that has learned {longest}", "shorten the input")
