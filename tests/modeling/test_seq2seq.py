@@ -79,7 +79,7 @@ def test_encoder_outputs_instead_of_the_source(model):
         logits = model(
             input_ids=given["input_ids"], encoder_outputs=states.to_tuple()[:1], decoder_input_ids=ids
         ).logits
-        assert torch.equal(logits, expected)  # the mask is that of the tokens
+        assert torch.equal(logits, expected)  # the mask is inferred from the tokens
     if "packed_mask" in returned:  # a packed source has a mask
         assert torch.equal(model(encoder_outputs=returned, decoder_input_ids=ids).logits, expected)
         returned.packed_last_hidden_state = soil(returned.packed_last_hidden_state, returned.packed_mask)
