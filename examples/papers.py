@@ -138,7 +138,7 @@ def train(table: Ablation, options: argparse.Namespace, output: Path, more: list
         cells = []
         for task in tasks:
             recipe = EXAMPLES / "recipes" / "lra" / f"{task}_{table.family}.yaml"
-            overrides = yaml.safe_load(recipe.read_text(encoding="utf-8")).get("config_overrides", "")
+            overrides = yaml.safe_load(recipe.read_text(encoding="utf-8-sig")).get("config_overrides", "")
             overrides = ",".join([*filter(None, [overrides]), *(f"{field}={value}" for field, value in fields.items())])
             command = ["--recipe", str(recipe), "--dataset_path", str(options.data / task)]
             command += [
