@@ -10,6 +10,7 @@ from luna_mega_cli.script_options import check_names
 
 check_names(__name__)  # before the imports, which take seconds
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +39,9 @@ class DataArguments(lib.StreamArguments):
     line_end: str | None = HfArg(default=None, help="separator: newline, or eos (</s>); default: the model's, or eos")
     block_size: int = HfArg(default=512, help="tokens of a training block; a multiple of the chunk size, if any")
     min_block_size: int | None = HfArg(default=None, help="truncate blocks at random, to at least N tokens")
+    max_tokens: int | None = HfArg(
+        default=None, help="maximum tokens of a training batch on each device, instead of a number of blocks"
+    )
     carry_state: bool = HfArg(default=False, help="carry the recurrent state from block to block (truncated BPTT)")
     eval_context: int | None = HfArg(default=None, help="tokens of an evaluation block; default: the model's, or 8192")
     eval_segment: int | None = HfArg(default=None, help="tokens of an evaluation step; default: the model's, or 1024")
@@ -47,8 +51,8 @@ class LanguageModelTrainer(lib.OrderedTrainer):
     """Trainer that carries the recurrent state along `Streams`, and evaluates one stream of tokens."""
 
     def __init__(self, *args, data: DataArguments, **kwargs):
+        self.data, self.past, self.max_tokens = data, None, data.max_tokens
         super().__init__(*args, **kwargs)
-        self.data, self.past = data, None
 
     def _get_train_sampler(self, *args):
         if isinstance(self.train_dataset, lib.language_modeling.Streams):
@@ -105,6 +109,11 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Tr
         lib.check_choice(data, "line_end", ("newline", "eos"))
     if not 0 <= data.validation_share < 1:
         lib.fail(f"--validation_share {data.validation_share} must be in [0, 1)")
+    if data.max_tokens is not None:
+        lib.check_max_tokens(training)
+        if data.max_tokens < data.block_size:
+            lib.fail(f"--max_tokens {data.max_tokens} is below --block_size {data.block_size}")
+        training.per_device_train_batch_size = data.max_tokens // (data.min_block_size or data.block_size)
     if data.carry_state and data.min_block_size:
         lib.fail("--min_block_size is not supported with --carry_state; remove one of them")
     if data.streaming and (data.carry_state or data.validation_share):
@@ -206,11 +215,18 @@ def check_carried(config: PreTrainedConfig, length: int) -> None:
         )
 
 
-def collate(blocks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return a batch, truncated to the random length of its first block, if any."""
-    batch = default_collate(blocks)
-    lengths = batch.pop("length", None)
-    return batch if lengths is None else {name: tensor[:, : lengths[0]] for name, tensor in batch.items()}
+def make_collator(max_tokens: int | None) -> Callable[[list[dict[str, torch.Tensor]]], dict[str, torch.Tensor]]:
+    """Return a collator that truncates blocks to the random length of the first, if any, and omits excess blocks."""
+
+    def collate(blocks: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        batch = default_collate(blocks)
+        lengths = batch.pop("length", None)
+        if lengths is None:
+            return batch
+        length, count = lengths[0], max_tokens and max_tokens // lengths[0]
+        return {name: tensor[:count, :length] for name, tensor in batch.items()}
+
+    return collate
 
 
 def main(argv: list[str] | None = None) -> dict[str, float]:
@@ -231,7 +247,7 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         train_dataset=blocks,
         eval_dataset=streams.get("validation"),
         processing_class=tokenizer,
-        data_collator=collate,
+        data_collator=make_collator(data.max_tokens and data.max_tokens * max(1, training.n_gpu)),
     )
 
     return run.fit(trainer)

@@ -46,7 +46,7 @@ def read_pairs(split: Dataset, name: str, source: str, target: str) -> Dataset:
 
 
 def encode(pairs: Dataset, name: str, tokenizers: lib.Tokenizers, max_source: int, max_target: int) -> Dataset:
-    """Add `input_ids` and `labels`, both with `</s>`, their total `length`, and the index `row`.
+    """Add `input_ids` and `labels`, both with `</s>`, their `lengths` and total `length`, and the index `row`.
 
     Training pairs with an empty side, or a side longer than `max_source` or `max_target`, are removed. In other splits,
     long sides are truncated, and pairs are sorted by length, so that batches need fewer decoding steps.
@@ -57,8 +57,9 @@ def encode(pairs: Dataset, name: str, tokenizers: lib.Tokenizers, max_source: in
             tokenizer([text.strip() for text in batch[side]], verbose=False)["input_ids"]
             for side, tokenizer in zip(("source", "target"), tokenizers, strict=True)
         )
-        length = [len(first) + len(second) for first, second in zip(inputs, labels, strict=True)]
-        return {"input_ids": inputs, "labels": labels, "length": length, "row": indices}
+        lengths = [(len(first), len(second)) for first, second in zip(inputs, labels, strict=True)]
+        total = list(map(sum, lengths))
+        return {"input_ids": inputs, "labels": labels, "lengths": lengths, "length": total, "row": indices}
 
     def fits(pair: dict[str, Any]) -> bool:
         empty = not pair["source"].strip() or not pair["target"].strip()
@@ -94,6 +95,10 @@ class DataArguments(lib.SourceArguments, lib.LimitArguments):
     max_target_length: int = HfArg(default=128, help="maximum tokens of a target, including </s>")
     num_beams: int = HfArg(default=5, help="beams after training; --generation_num_beams: during training")
     length_penalty: float = HfArg(default=1.0, help="exponent of the length in beam search")
+    max_tokens: int | None = HfArg(
+        default=None,
+        help="maximum tokens of each side of a training batch on each device, instead of a number of pairs",
+    )
     milestones: list[int] | None = HfArg(default=None, help="steps of decreases, for the schedule constant_with_warmup")
     milestone_factor: float = HfArg(default=0.1, help="factor of the learning rate at a milestone")
     warmup_init_lr: float = HfArg(default=0.0, help="learning rate of the first step; requires --milestones")
@@ -107,6 +112,7 @@ class TranslationTrainer(lib.OrderedTrainer, Seq2SeqTrainer):
     """Seq2SeqTrainer that evaluates translations against the untokenized references with sacreBLEU."""
 
     def __init__(self, *args, tokenizers: lib.Tokenizers, data: DataArguments, **kwargs):
+        self.max_tokens = data.max_tokens
         super().__init__(*args, compute_metrics=self.score, **kwargs)
         self.tokenizers, self.data = tokenizers, data
         self.bleu = BLEU(trg_lang=data.target_lang)
@@ -149,6 +155,11 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Se
     lib.check_least(data, 2, "max_source_length", "max_target_length")
     lib.check_least(data, 1, "num_beams")
     lib.check_choice(data, "average_by", ("last", "best"))
+    if data.max_tokens is not None:
+        longest = max(data.max_source_length, data.max_target_length)
+        if data.max_tokens < longest:
+            lib.fail(f"--max_tokens {data.max_tokens} is below the {longest} tokens of the longest allowed sentence")
+        lib.check_max_tokens(training)
     if data.milestones and training.lr_scheduler_type != "constant_with_warmup":
         lib.fail(
             f"--milestones requires --lr_scheduler_type constant_with_warmup, got {training.lr_scheduler_type.value}"

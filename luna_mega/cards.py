@@ -318,6 +318,9 @@ def complete_trainer_card(trainer: Any, base: str | None, license: str | None, s
         card = ModelCard.load(output / FILE_NAME, ignore_metadata_errors=True)
         card.data.license_name = metadata.get("license_name")
         card.text = re.sub(r"\n## [^\n]+\n\nMore information needed\n", "", card.text)
+        if max_tokens := getattr(trainer, "max_tokens", None):
+            card.text = re.sub("- train_batch_size: .*", f"- train_batch_tokens: {max_tokens} per device", card.text)
+            card.text = re.sub("- total_train_batch_size: .*\n", "", card.text)
         if "from_pretrained" not in card.text:  # models of transformers
             place = trainer.args.hub_model_id or about["model_name"]
             lines = "\n".join(_loading_lines(model_class, output, place))

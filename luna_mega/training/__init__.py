@@ -13,6 +13,7 @@ from luna_mega.training import images, language_modeling, optimization, streams,
 from luna_mega.training.arguments import (
     check_choice,
     check_least,
+    check_max_tokens,
     check_no_file,
     fail,
     one_line,

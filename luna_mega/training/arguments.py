@@ -298,6 +298,16 @@ def check_least(arguments: object, least: float, *names: str) -> None:
             fail(f"--{name} {value} must be at least {least}")
 
 
+def check_max_tokens(training: TrainingArguments) -> None:
+    """Exit if an option of Trainer contradicts batches of `--max_tokens`."""
+    if training.auto_find_batch_size:
+        fail("--auto_find_batch_size is not supported with --max_tokens; remove one of them")
+    accelerator = training.accelerator_config
+    for name in ("split_batches", "dispatch_batches"):
+        if getattr(accelerator, name):
+            fail(f"--accelerator_config: {name} requires batches of one size; remove it or --max_tokens")
+
+
 def check_choice(arguments: object, name: str, choices: Iterable[str]) -> None:
     """Exit if the option `name` is not one of `choices`."""
     if (value := getattr(arguments, name)) is None:

@@ -12,7 +12,7 @@ import datasets
 import numpy as np
 import torch
 from datasets.distributed import split_dataset_by_node
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, RandomSampler, Sampler
 from transformers import TrainingArguments
 
 from luna_mega.training.arguments import fail
@@ -79,6 +79,45 @@ class SeededSampler(Sampler):
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+
+
+class TokenBatches:
+    """Batches of examples of similar length with a maximum number of tokens, in another order in each epoch.
+
+    As in fairseq, examples are sorted by the lengths of their sides, the first side first; the order of equal ones is
+    random. A batch has as many of the next examples as possible, rounded down to a multiple of 8 if there are more.
+    Accelerate gives each process complete batches, so the first ones are repeated until all have equally many.
+
+    Attributes:
+        batches: Indices of the examples of each batch.
+    """
+
+    def __init__(self, lengths: np.ndarray, max_tokens: int, processes: int, seed: int):
+        """Make batches of examples with `lengths` `[N, sides]`, whose padded sides have at most `max_tokens` tokens."""
+        ties = np.random.default_rng(seed).random(len(lengths))
+        order = np.lexsort([ties, *lengths.T[::-1]])
+        sizes = lengths.max(1)[order].tolist()
+        self.batches: list[list[int]] = []
+        start = 0
+        while start < len(order):
+            count = longest = 0
+            for place in range(start, len(sizes)):
+                longest = max(longest, sizes[place])
+                if count and longest * (count + 1) > max_tokens:
+                    break
+                count += 1
+            count = count // 8 * 8 or count
+            self.batches.append(order[start : start + count].tolist())
+            start += count
+        while missing := -len(self.batches) % processes:
+            self.batches += self.batches[:missing]
+        self.sampler = SeededSampler(RandomSampler(self.batches), seed)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (self.batches[number] for number in self.sampler)
 
 
 def some_texts(split: datasets.Dataset | datasets.IterableDataset, column: str) -> Iterable[str]:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
@@ -16,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from luna_mega.hub.folder import remove_truncation
 from luna_mega.training.arguments import fail
-from luna_mega.training.streams import SeededSampler, Stream
+from luna_mega.training.streams import SeededSampler, Stream, TokenBatches
 
 RUN_STATE_NAME = "run_state.pt"  # file in a checkpoint, see `OrderedTrainer.run_state`
 DIVERGED = "Lower --learning_rate, raise --warmup_steps, or train in float32"
@@ -36,15 +38,20 @@ class OrderedTrainer(Trainer):
             optimizer and the numbers of warmup steps and of all steps.
         decays: Function of the name and the value of a parameter that returns whether it has weight decay, instead of
             all except biases and norms.
+        max_tokens: Maximum tokens of a training batch on each device. A `datasets.Dataset` needs a column `lengths`
+            with the lengths of the sides of an example, and `per_device_train_batch_size` has no effect; the collator
+            of other data shortens their batches.
     """
 
     first_step = 0  # step after which losses are summed
     schedule: Callable[[Optimizer, int, int], LRScheduler] | None = None
     decays: Callable[[str, torch.nn.Parameter], bool] | None = None
+    max_tokens: int | None = None
 
     def __init__(self, model: torch.nn.Module, args: TrainingArguments, **options: Any):
         needed, split = args.train_batch_size * args.world_size, options.get("train_dataset")
-        if args.do_train and args.world_size > 1 and has_length(split) and len(split) < needed:
+        self.by_tokens = self.max_tokens is not None and isinstance(split, datasets.Dataset)
+        if args.do_train and not self.by_tokens and args.world_size > 1 and has_length(split) and len(split) < needed:
             batch = f"{args.world_size} processes with --per_device_train_batch_size {args.per_device_train_batch_size}"
             fail(f"{batch} need {needed} examples for a batch; the split train has {len(split)}")
         super().__init__(model, args, **options)
@@ -61,12 +68,25 @@ class OrderedTrainer(Trainer):
         return [name for name, parameter in model.named_parameters() if self.decays(name, parameter)]
 
     def get_train_dataloader(self) -> DataLoader:
-        if not isinstance(self.train_dataset, Stream):
+        split, args = self.train_dataset, self.args
+        if not self.by_tokens and not isinstance(split, Stream):
             return super().get_train_dataloader()
-        # The stream is already distributed; Accelerate would distribute it again.
-        options = {"num_workers": self.args.dataloader_num_workers, "pin_memory": self.args.dataloader_pin_memory}
         collator = self._get_collator_with_removed_columns(self.data_collator, description="training")
-        return DataLoader(self.train_dataset, self.args.train_batch_size, collate_fn=collator, **options)
+        options = {
+            "collate_fn": collator,
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory,
+        }
+        if not self.by_tokens:  # the stream is already distributed; Accelerate would distribute it again
+            return DataLoader(split, args.train_batch_size, **options)
+        lengths = np.asarray(split.with_format("numpy", columns=["lengths"])["lengths"][:])
+        batches = TokenBatches(lengths, self.max_tokens * max(1, args.n_gpu), args.world_size, args.seed)
+        # Accelerate of 2024 can make batches even only if they have one size; these are even.
+        even, self.accelerator.even_batches = self.accelerator.even_batches, False
+        try:
+            return self.accelerator.prepare(DataLoader(split, batch_sampler=batches, **options))
+        finally:
+            self.accelerator.even_batches = even
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> Sampler | None:
         dataset = train_dataset or self.train_dataset
@@ -135,6 +155,10 @@ class OrderedTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if "train_loss" in logs:  # Trainer's is the mean over the steps after resuming
+            if (
+                self.max_tokens is not None
+            ):  # Trainer's number assumes that each batch has `per_device_train_batch_size`
+                logs.pop("train_samples_per_second", None)
             logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step - self.first_step, 1)
         super().log(logs, *args, **kwargs)
 

@@ -89,6 +89,13 @@ SCRIPTS = {
         partial(write_splits, audio.rows, **SIZES),
         ["--audio_column", "clip", "--config_overrides", LUNA, "--random_shift", "0.01", "--random_noise", "0.1"],
     ),
+    "run_translation, tokens": (
+        write_pairs,
+        [
+            *("--config_overrides", translation.TINY["luna"], "--vocab_size", "300", "--max_source_length", "16"),
+            *("--max_target_length", "16", "--max_tokens", "48"),
+        ],
+    ),
     "run_translation": (
         write_pairs,
         [
@@ -97,6 +104,7 @@ SCRIPTS = {
         ],
     ),
 }
+SLOW = ("run_clm", "run_glue", "run_translation, tokens")  # the others are exhaustive
 WRITTEN = {
     "run_glue": "SST-2.tsv",
     "run_race": "predictions.tsv",
@@ -108,10 +116,11 @@ WRITTEN = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in ("run_clm", "run_glue"))) for name in SCRIPTS],
+    [pytest.param(name, marks=[pytest.mark.exhaustive] * (name not in SLOW)) for name in SCRIPTS],
 )
 def test_two_processes_equal_one(name, ranks, tmp_path):
     make, options = SCRIPTS[name]
+    name, _, by_tokens = name.partition(", ")
     data = make(tmp_path / "data")
     if name == "run_clm":
         options = [*options, "--config_overrides", MEGA, "--tokenization", "char", "--line_end", "newline"]
@@ -120,6 +129,7 @@ def test_two_processes_equal_one(name, ranks, tmp_path):
     for processes in (1, 2):
         output = outputs[processes] = tmp_path / str(processes)
         batches = ["--per_device_train_batch_size", str(8 // processes), "--per_device_eval_batch_size", "4"]
+        batches += ["--gradient_accumulation_steps", str(2 // processes)] * bool(by_tokens)
         paths = ["--dataset_path", str(data), "--output_dir", str(output), "--save_strategy", "no"]
         # Adam would amplify rounding errors of gradients near zero to full steps.
         steps = ["--max_steps", "3", "--optim", "sgd", "--learning_rate", "0.1", "--do_train", "--do_eval"]

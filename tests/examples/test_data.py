@@ -18,7 +18,7 @@ from hypothesis import given, strategies as st
 from PIL import Image
 from transformers import AutoModelForImageClassification
 
-from luna_mega.training import data, images
+from luna_mega.training import data, images, streams
 from tests.examples.contract import HALVES, SCRIPTS, draw_pixels
 from tests.examples.runs import assert_error, write
 
@@ -237,3 +237,32 @@ def test_byte_order_mark_is_not_part_of_a_text(script, tmp_path, name):
     content = f"\ufeff{rows[name.split('.')[1]]}\n".encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
     assert script("prepare_text").read_texts(str(tmp_path), "text") == ["One ."]
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=80),
+    max_tokens=st.integers(12, 150),
+    processes=st.integers(1, 3),
+    seed=st.integers(0, 9),
+)
+def test_batches_of_tokens(lengths, max_tokens, processes, seed):
+    """They are those of fairseq's definition, in an order that depends on seed and epoch."""
+    sides = np.asarray(lengths)
+    batches = streams.TokenBatches(sides, max_tokens, processes, seed)
+    order = [index for batch in batches.batches for index in batch][: len(lengths)]
+    assert sorted(order) == list(range(len(lengths))) and sorted(lengths) == [lengths[index] for index in order]
+    expected = []
+    while order:  # the longest beginning that fits, rounded down to a multiple of 8
+        fits = [n for n in range(1, len(order) + 1) if n * sides[order[:n]].max() <= max_tokens]
+        count = max(fits) - max(fits) % 8 if max(fits) > 8 else max(fits)
+        expected.append(order[:count])
+        order = order[count:]
+    for number in range(-len(expected) % processes):
+        expected.append(expected[number])
+    assert batches.batches == expected and len(batches) % processes == 0
+    epochs = []
+    for epoch in (0, 1, 0):
+        batches.sampler.set_epoch(epoch)
+        epochs.append(list(batches))
+    assert epochs[0] == epochs[2] and sorted(epochs[0]) == sorted(expected)
+    assert epochs[0] != epochs[1] or len(set(map(tuple, expected))) < 6

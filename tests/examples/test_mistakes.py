@@ -112,6 +112,11 @@ MISTAKES = {
         (["--carry_state", "true", "--block_size", 5000], "too few for 8 blocks"),
         (["--min_block_size", 12], "must be multiples of the chunk size 8"),
         (["--min_block_size", 24], "--min_block_size 24 and --block_size 16"),
+        (["--max_tokens", 15], "--max_tokens 15 is below --block_size 16"),
+        (
+            ["--max_tokens", 64, "--auto_find_batch_size", "true"],
+            "--auto_find_batch_size is not supported with --max_t",
+        ),
         (["--carry_state", "true", "--min_block_size", 8], "--min_block_size is not supported with --carry_state"),
         (["--carry_state", "true", "--gradient_checkpointing", "true"], "--carry_state requires a single process"),
         (["--carry_state", "true", "--auto_find_batch_size", "true"], "--auto_find_batch_size is not supported with"),
@@ -156,6 +161,11 @@ MISTAKES = {
     "run_translation": [
         (["--vocab_size", 259], r"vocab_size \(259\) must be at least 260"),
         (["--clip_each", 0.1], "--clip_each 0.1 must be above 0, with --max_grad_norm 0"),
+        (["--max_tokens", 5], "--max_tokens 5 is below the"),
+        (
+            ["--max_tokens", 999, "--accelerator_config", '{"split_batches": true}'],
+            "split_batches requires batches of one",
+        ),
         (["--warmup_init_lr", 1e-5], "--warmup_init_lr 1e-05 requires --milestones"),
         (["--source_lang", "fr"], "split train has no column translation.fr, only translation"),
         (["--source_lang", "de"], "--source_lang and --target_lang are both de; pass two languages"),

@@ -45,7 +45,8 @@ CASES: dict[str, list] = {
     "mlm, by length": [*MLM, "--short_seq_prob", 0.9, "--train_sampling_strategy", "group_by_length", *EVALUATED,
                        "--model_type", "mega", "--config_overrides", MEGA],
     "mlm, streaming": [*MLM, "--streaming", "true", "--shuffle_buffer", 3],
-    "clm": [*CLM, "--config_overrides", CHUNKS, "--min_block_size", 8, "--validation_share", 0.2, *EVALUATED],
+    "clm": [*CLM, "--config_overrides", CHUNKS, "--min_block_size", 8, "--max_tokens", 40, "--validation_share", 0.2,
+            *EVALUATED],
     "clm, streaming": [*CLM, "--config_overrides", CHUNKS, "--min_block_size", 8, "--streaming", "true",
                        "--gradient_checkpointing"],
     "clm, carried mega": [*CARRIED, CHUNKS, *EVALUATED, "--validation_share", 0.2],
@@ -60,7 +61,7 @@ CASES: dict[str, list] = {
                      "--mixup", 0.8, "--cutmix", 1.0, "--repeated_augmentation", 2],
     "lra": ["lra.run_lra", "--warmup_power", 2, "--warmup_steps", 4, "--self_pretraining_steps", 2],
     "translation": [*TRANSLATION, "--clip_each", 0.1, "--max_grad_norm", 0, "--label_smoothing_factor", 0.1,
-                    "--model_type", "mega", "--config_overrides", MEGA, "--milestones", 4, 8,
+                    "--model_type", "mega", "--config_overrides", MEGA, "--milestones", 4, 8, "--max_tokens", 64,
                     "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 2],
 }  # fmt: skip
 FAST = ["glue", "clm, streaming", "clm, carried mega", "audio", "images", "images, global random numbers"]

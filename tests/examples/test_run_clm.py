@@ -43,7 +43,8 @@ def test_blocks_have_random_numbers_of_chunks(script):
     numbers = torch.Generator().manual_seed(0)
     assert {int(draw({}, numbers)["length"]) for _ in range(50)} == {8, 16, 24}
     blocks = [{"input_ids": torch.arange(24), "length": torch.tensor(length)} for length in (16, 8)]
-    assert script("run_clm").collate(blocks)["input_ids"].shape == (2, 16)
+    for max_tokens, shape in ((None, (2, 16)), (32, (2, 16)), (31, (1, 16))):
+        assert script("run_clm").make_collator(max_tokens)(blocks)["input_ids"].shape == shape
 
 
 def test_streams_continue_after_the_previous_batch():
@@ -122,6 +123,29 @@ def test_evaluation_equals_that_of_the_training(train, evaluate, tmp_path, case)
     evaluate(model, "--eval_context", 16, 64, "--chunk_size", 8, 12, "--eval_segment", 16)
     scores = json.loads((tmp_path / "scores" / "scores.json").read_text(encoding="utf-8"))
     assert [(row["chunk"], row["context"]) for row in scores] == [(8, 16), (8, 64), (12, 16), (12, 64)]
+
+
+@pytest.mark.slow
+def test_figure_of_longer_chunks(script, tmp_path, monkeypatch):
+    """A model for each bias and seed is trained once; a simple bias has a table for the chunks of its training only."""
+    rows = [{"text": line} for line in LINES]
+    for split in ("train", "validation", "test"):
+        write(rows, tmp_path / "tiny" / f"{split}.jsonl")
+    recipe = {"config_overrides": CHUNKS, "tokenization": "char", "block_size": 16, "max_steps": 1, "do_train": True}
+    (tmp_path / "tiny_mega.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+    papers, output = script("papers"), tmp_path / "out.json"
+    options = ["--data", tmp_path, "--recipe", tmp_path / "tiny_mega.yaml", "--output", output, "--seeds", 0, 1]
+    options += ["--biases", "alibi", "simple", "--contexts", 20, "--chunks", 8, 16, "--use_cpu"]
+    text = papers.main([*map(str, ["mega-figure6", *options])])
+    results = json.loads(output.read_text(encoding="utf-8"))["scores"]
+    bits = [row["bits_per_token"] for row in results if (row["bias"], row["chunk"]) == ("alibi", 16)]
+    assert len(bits) == 2 and len(results) == 6 and {row["context"] for row in results} == {20}
+    cell = f"{sum(bits) / 2:.3f} ± {abs(bits[0] - bits[1]) / math.sqrt(2):.3f}"
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines()]
+    assert cells[0] == ["bias, context", "chunks of 8", "chunks of 16"]
+    assert cells[2][2] == cell and cells[3][0] == "simple, 20" and len(cells[3]) == 2
+    monkeypatch.setattr(papers, "run_recipe", None)
+    assert papers.main([*map(str, ["mega-figure6", *options])]) == text
 
 
 def test_options_replace_settings(train, evaluate, capsys):

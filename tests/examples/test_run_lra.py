@@ -210,10 +210,10 @@ def test_ablations_of_the_papers(script, tmp_path, name, task, printed):
     options += ["--max_seq_length", str(LENGTHS[task]), "--per_device_train_batch_size", "2", "--use_cpu"]
     options += ["--gradient_accumulation_steps", "1", "--eval_strategy", "no", "--load_best_model_at_end", "false"]
     text = script("papers").main([name, *options, "--save_strategy", "no"])
-    *_, last = found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["test accuracy"].items()
+    *_, last = found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["scores"].items()
     assert [name for name, _ in found] == [*script("papers").ABLATIONS[name].printed]
     assert all(accuracy[task] in (0, 20, 40, 60, 80, 100) for _, accuracy in found)
-    cell = f"{last[1][task]:.2f}" + (f" ({printed:.2f})" if printed else "")
+    cell = f"{last[1][task]:.2f}" + (f" ({printed})" if printed else "")
     assert text.splitlines()[-1] == f"| {last[0]} | {cell} |" and len(text.splitlines()) == 2 + len(found)
 
 

@@ -1,13 +1,14 @@
 """run_translation.py: tokenizers, data, training, averages of checkpoints, scores, translations."""
 
 import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForSeq2SeqLM
 
 from luna_mega import LunaForConditionalGeneration, LunaSeq2SeqConfig
 from luna_mega.training import models
@@ -55,6 +56,44 @@ def test_encode(script):
     assert [len(ids) for ids in test["input_ids"]] == [4, 4, 3, 4, 1]
     assert test["labels"][0][-1] == 2 and len(test["labels"][0]) == 6
     assert tokenizer.decode(test["labels"][0], skip_special_tokens=True) == "abcd"
+
+
+def test_batches_by_tokens(run, script, monkeypatch):
+    """Training batches have --max_tokens, evaluation batches a number of pairs; the speed of pairs is unknown."""
+    shapes, collator = {True: [], False: []}, script("run_translation").PairCollator
+    collate = collator.__call__
+
+    def record(self, features, return_tensors=None):
+        batch = collate(self, features, return_tensors)
+        shapes[self.model.training].append([tuple(batch[side].shape) for side in ("input_ids", "labels")])
+        return batch
+
+    monkeypatch.setattr(collator, "__call__", record)
+    options = ["--max_tokens", 96, "--max_steps", 6, "--do_train", "--do_eval", "--per_device_eval_batch_size", 3]
+    assert "train_samples_per_second" not in run(*options)
+    assert all(math.prod(shape) <= 96 for batch in shapes[True] for shape in batch)
+    assert len({batch[0][0] for batch in shapes[True]}) > 1 and max(batch[0][0] for batch in shapes[True]) > 8
+    assert all(batch[0][0] <= 3 for batch in shapes[False]) and shapes[False]
+
+
+@pytest.mark.slow
+def test_table_of_contextual_projections(script, tmp_path):
+    """Both models of Luna's Table 5 are trained, and their scores are beside those of the paper."""
+    SCRIPTS["run_translation"].write(tmp_path / "wmt14", train=20, validation=4, test=4)
+    options = ["--max_steps", 1, "--apollo", "false", "--average_checkpoints", 0, "--vocab_size", 300, "--use_cpu"]
+    options += ["--num_beams", 1]
+    options += ["--max_source_length", 16, "--max_target_length", 16, "--save_strategy", "no", "--eval_strategy", "no"]
+    papers, output = script("papers"), tmp_path / "out.json"
+    text = papers.main([*map(str, ["luna-table5", "--data", tmp_path, "--output", output, *options])])
+    scores = json.loads(output.read_text(encoding="utf-8"))["scores"]
+    printed = {"Non-Contextual": (24.4, 25.2), "Contextual": (25.9, 27.3)}
+    assert text.splitlines()[2:] == [
+        f"| {name} | {scores[name]['dev. BLEU']:.2f} ({dev}) | {scores[name]['test BLEU']:.2f} ({test}) |"
+        for name, (dev, test) in printed.items()
+    ]
+    configs = [AutoConfig.from_pretrained(tmp_path / "out" / f"wmt14-{number}") for number in (0, 1)]
+    assert [config.contextual_projection for config in configs] == [False, True]
+    assert all(config.projection_length == 16 and config.tie_key_value for config in configs)
 
 
 @pytest.mark.parametrize("side", ["source", "target"])
