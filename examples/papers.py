@@ -250,6 +250,8 @@ def make_lines_of_biases(results: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def write(output: Path, results: dict[str, Any]) -> None:
+    """Write results with the machine and the date."""
+    results = report.machine() | results
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 

@@ -4,6 +4,7 @@
 `<!-- end NAME -->`. The measurements of a case are those of the processor that has the newest.
 """
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 DOCS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(DOCS.parent / "benchmarks"))
+sys.path[:0] = [str(DOCS.parent / "benchmarks"), str(DOCS.parent / "examples")]
 import acceptance  # noqa: E402
+import papers  # noqa: E402
 import report  # noqa: E402
 
 LENGTHS = [512, 4096, 16384, 65536]
@@ -222,6 +224,13 @@ def rows_of_case(case: str) -> list[report.Row]:
 def fill_pages() -> None:
     fill_tables(measurements("diagonal_ssm"))
     fill_models(rows_of_case("encoders"), rows_of_case("decoding"))
+    results = DOCS.parent / "benchmarks" / "results"
+    for name, table in papers.TABLES.items():
+        rows = report.read(results / f"{name}.json")
+        fill("performance.md", name, papers.make_lines(table, table.lengths, rows), f"One core, {describe(rows)}")
+    scores = json.loads((results / f"{papers.FIGURE6}.json").read_text(encoding="utf-8"))
+    about = f"Bits per byte of the test, {scores['processor']}, {scores['date'][:10]}"
+    fill("results.md", papers.FIGURE6, papers.make_lines_of_biases(scores["scores"]), about)
 
 
 if __name__ == "__main__":
