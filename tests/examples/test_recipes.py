@@ -182,8 +182,6 @@ def test_model_of_a_recipe(path, parsed, script):
 
 
 PRINTED = yaml.safe_load((ROOT / "tests" / "papers" / "tables.yaml").read_text(encoding="utf-8"))
-
-
 NOTES = ("page", "gpus", "rows", "readme", "here")  # keys of a recipe that are no printed values
 
 
@@ -254,7 +252,7 @@ def start(script, command, monkeypatch):
     def run(path: Path, rows: int, gpus: int) -> Started:
         name, options = command(path)
         module = script(name)
-        examples = [{"input_ids": [1], "labels": [1], "length": 2}] * rows
+        examples = Dataset.from_dict({"input_ids": [[1]] * rows, "labels": [1] * rows, "length": [2] * rows})
         splits = {"train": examples, "validation": Dataset.from_dict({"id": ["0"], "example_id": ["0"]})}
 
         def load_data(data, model, training):
