@@ -2,15 +2,19 @@
 
 import ast
 import functools
+import math
 import re
 import runpy
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -23,8 +27,10 @@ from transformers import (
 )
 
 from luna_mega import MegaConfig
+from luna_mega.training.images import make_sampler
 from luna_mega.training.models import label_fields, make_config
 from luna_mega.training.tokenizers import make_bytes, train_words
+from luna_mega.training.trainer import EpochCallback
 from tests.examples.conftest import EXAMPLES, ROOT
 from tests.examples.runs import assert_error
 
@@ -38,10 +44,10 @@ def words(size: int) -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def parsed(script, tmp_path, monkeypatch):
-    """Return a function that parses a recipe with its script, even if timm is not installed."""
+def command(tmp_path, monkeypatch):
+    """Return a function that returns the script and the options of a recipe, even if timm is not installed."""
 
-    def parse(path: Path):
+    def options_of(path: Path) -> tuple[str, list[str]]:
         monkeypatch.setattr("luna_mega.training.images._timm", lambda: None)
         task = {"csqa": "race", "recipes": "mlm"}.get(path.parent.name, path.parent.name)
         source = [] if task in ("glue", "race") else ["--dataset_path", str(tmp_path)]
@@ -50,7 +56,18 @@ def parsed(script, tmp_path, monkeypatch):
             options += ["--model_name_or_path", str(tmp_path)]
         if path.stem.startswith("pretrained") or (task, path.stem) == ("glue", "table9"):
             options += ["--task_name", "rte"]
-        data, model, training, _ = script("lra.run_lra" if task == "lra" else f"run_{task}").parse(options)
+        return "lra.run_lra" if task == "lra" else f"run_{task}", options
+
+    return options_of
+
+
+@pytest.fixture
+def parsed(script, command):
+    """Return a function that parses a recipe with its script."""
+
+    def parse(path: Path) -> SimpleNamespace:
+        name, options = command(path)
+        data, model, training, _ = script(name).parse(options)
         return SimpleNamespace(data=data, model=model, training=training)
 
     return parse
@@ -165,29 +182,163 @@ def test_model_of_a_recipe(path, parsed, script):
 
 
 PRINTED = yaml.safe_load((ROOT / "tests" / "papers" / "tables.yaml").read_text(encoding="utf-8"))
+NOTES = ("page", "gpus", "rows", "readme", "here")  # keys of a recipe that are no printed values
+
+
+def printed_values(name: str) -> dict[str, Any]:
+    return {field: value for field, value in PRINTED[name].items() if field not in NOTES}
+
+
+@pytest.mark.parametrize("page", ["luna", "mega"])
+def test_page_has_the_differences_of_its_recipes(page):
+    """The table of the section "Recipes" has the values of `here`, and its first sentence the numbers of values."""
+    recipes = [name for name, given in PRINTED.items() if given["page"] == page]
+    differences = {
+        (f"`{name}.yaml`", f"`{field}`", PRINTED[name][field], value)
+        for name in recipes
+        for field, value in PRINTED[name].get("here", {}).items()
+    }
+    numbers = sum(len(printed_values(name)) for name in recipes), len(recipes), len(differences)
+    text = (ROOT / "docs" / "papers" / f"{page}.md").read_text(encoding="utf-8")
+    section = re.search(r"^## Recipes\n\n(.*?)(?=^## )", text, re.MULTILINE | re.DOTALL)[1]
+    assert section.startswith("{} printed values of {} recipes are compared; {} differ:".format(*numbers)), numbers
+    rows = [tuple(re.split(r" *\| *", line)[1:-1]) for line in section.splitlines() if line.startswith("|")]
+    assert rows[0] == ("recipe", "value", "paper", "here", "reason") and all(row[-1] for row in rows)
+    values = [[float(text.replace(",", "")) if text[0].isdigit() else text for text in row[2:4]] for row in rows[2:]]
+    assert len(rows) - 2 == len(differences)
+    assert {(*row[:2], *pair) for row, pair in zip(rows[2:], values, strict=True)} == differences
 
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_recipe_has_the_printed_hyperparameters(name, parsed, script):
-    """Values that differ from the paper are those that `here` states; the page of the paper names the recipe."""
-    printed, path = dict(PRINTED[name]), EXAMPLES / "recipes" / f"{name}.yaml"
-    page, gpus, rows, here = (
-        printed.pop(key, other) for key, other in (("page", ""), ("gpus", 1), ("rows", 1), ("here", {}))
-    )
+    """Values that differ from the paper are those that `here` states."""
+    given, path = PRINTED[name], EXAMPLES / "recipes" / f"{name}.yaml"
     task = parsed(path)
     training = task.training
-    batch = training.per_device_train_batch_size * training.gradient_accumulation_steps * gpus
-    found = {"batch": batch, "epochs": round(training.max_steps * batch / rows), "schedule": training.lr_scheduler_type}
+    batch = training.per_device_train_batch_size * training.gradient_accumulation_steps * given.get("gpus", 1)
+    found = {"batch": batch, "schedule": training.lr_scheduler_type}
+    found["epochs"] = round(training.max_steps * batch / given.get("rows", 1))
+    found["warmup_epochs"] = round(training.num_train_epochs * training.warmup_steps, 3)
     overrides = yaml.safe_load("{" + task.model.config_overrides.replace("=", ": ") + "}")
     if path.parent.name == "lra":
         overrides |= make_config_of(path, task, script)[1].to_dict()
     elif path.parent.name == "audio":
         overrides = MegaConfig(**overrides).to_dict()
-    for field, value in printed.items():
-        holder = next((each for each in (training, task.data) if hasattr(each, field)), None)
+    for field, value in (printed_values(name) | given.get("readme", {}) | given.get("here", {})).items():
+        holder = next((each for each in vars(task).values() if hasattr(each, field)), None)
         actual = found.get(field, overrides.get(field) if holder is None else getattr(holder, field))
-        assert actual == (here.get(field, value)), field
-    assert not here or f"{name}.yaml" in (ROOT / "docs" / "papers" / f"{page}.md").read_text(encoding="utf-8")
+        assert actual == value, field
+    assert all(given[field] != value for field, value in given.get("here", {}).items())
+
+
+def repeated_samples(dataset: list, **options: int) -> range:
+    """Mock of timm's RepeatAugSampler, with its length: `test_an_epoch_of_repeated_augmentation`."""
+    return range(len(dataset) // 256 * 256)
+
+
+TIMM = SimpleNamespace(
+    Mixup=lambda *args, **options: None, distributed_sampler=SimpleNamespace(RepeatAugSampler=repeated_samples)
+)
+
+
+class Started(Exception):
+    """A run is about to train; its arguments are the model, the optimizer, the schedule, and the number of steps."""
+
+
+@pytest.fixture
+def start(script, command, monkeypatch):
+    """Return a function that runs a recipe until its first step, with a model of one layer and `rows` examples."""
+
+    def run(path: Path, rows: int, gpus: int) -> Started:
+        name, options = command(path)
+        module = script(name)
+        examples = Dataset.from_dict({"input_ids": [[1]] * rows, "labels": [1] * rows, "length": [2] * rows})
+        splits = {"train": examples, "validation": Dataset.from_dict({"id": ["0"], "example_id": ["0"]})}
+
+        def load_data(data, model, training):
+            training.per_device_train_batch_size *= gpus
+            training.dataloader_num_workers = 0
+            model.vocab_size = 61_000 if "cutoffs" in model.config_overrides else 64
+            kind, tokenizer = path.parent.name, words(model.vocab_size)
+            if kind == "clm":
+                return dict.fromkeys(splits, torch.zeros(9000, dtype=torch.long)), tokenizer
+            if kind == "image_classification":
+                return splits, None, module.choose_config(data, model, 224, 3, ["0", "1"])[0]
+            config = make_config_of(path, SimpleNamespace(data=data, model=model), script)[1]
+            both = module.lib.Tokenizers(tokenizer, tokenizer)
+            processor = {"audio": None, "translation": both}.get(kind, tokenizer)
+            return splits, processor, config, *([range(2)] if kind == "glue" else [])
+
+        def make_model(auto, model, config):
+            config = type(config).from_dict(config.to_dict() | {"num_hidden_layers": 1})
+            return getattr(auto, "from_config", auto)(config)
+
+        def stop(callback, args, state, control, *, model, optimizer, lr_scheduler, **kwargs):
+            raise Started(model, optimizer, lr_scheduler, state.max_steps)
+
+        monkeypatch.setattr("luna_mega.training.images._timm", lambda: TIMM)
+        monkeypatch.setattr(module, "load_data", load_data)
+        monkeypatch.setattr(module.lib, "make_model", make_model)
+        monkeypatch.setattr(EpochCallback, "on_train_begin", stop)
+        with pytest.raises(Started) as started:
+            module.main(options)
+        return started.value
+
+    return run
+
+
+def printed_rates(steps: np.ndarray, total: int, warmup: int, printed: dict[str, Any]) -> np.ndarray:
+    """Return the learning rates of `steps`, which count from 0, in a run of `total` steps."""
+    peak, first = printed["learning_rate"], printed.get("warmup_init_lr", 0.0)
+    rising = first + (peak - first) * (steps / warmup) ** printed.get("warmup_power", 1)
+    left = (total - steps) / (total - warmup)
+    reached = (steps[:, None] >= np.array(printed.get("milestones", []))).sum(1)
+    falling = {
+        "linear": left,
+        "cosine": (1 + np.cos(np.pi * (1 - left))) / 2,
+        "inverse_sqrt": np.sqrt(warmup / np.maximum(steps, 1)),
+        "constant_with_warmup": printed.get("milestone_factor", 1.0) ** reached,
+    }
+    return np.where(steps < warmup, rising, peak * falling[printed["schedule"]])
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_run_has_the_printed_schedule_and_weight_decay(name, start):
+    """The learning rates of a run are the printed ones, and all parameters have weight decay."""
+    given, rows = PRINTED[name], PRINTED[name].get("rows", 1000)
+    printed = printed_values(name) | given.get("readme", {}) | given.get("here", {})
+    model, optimizer, schedule, total = start(EXAMPLES / "recipes" / f"{name}.yaml", rows, given.get("gpus", 1)).args
+    if epochs := printed.get("num_train_epochs"):
+        # mixup omits the incomplete batch
+        assert total == epochs * (math.floor if "mixup" in printed else math.ceil)(rows / printed["batch"])
+    else:
+        assert total == printed["max_steps"]
+
+    warmup = printed["warmup_steps"] if "warmup_steps" in printed else printed["warmup_epochs"] / epochs
+    warmup = math.ceil(total * warmup) if warmup < 1 else warmup
+    bounds = [0, warmup, *printed.get("milestones", []), total]
+    steps = [*range(0, total, 1 + total // 1000), *(bound + shift for bound in bounds for shift in range(-3, 4))]
+    steps = np.unique(np.clip(steps, 0, total - 1))
+    expected = printed_rates(steps, total, warmup, printed)
+    assert {group["lr"] for group in optimizer.param_groups} == {expected[0]}
+    for peak, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        np.testing.assert_allclose([peak * factor(int(step)) for step in steps], expected, rtol=1e-9)
+
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {path: groups[id(value)] for path, value in model.named_parameters() if value.requires_grad}
+    spared = {path for path in trained if re.search(r"\.bias$|norm\.weight$|position_embeddings$", path)}
+    assert spared
+    if not name.startswith("image"):  # only the original code for images has parameters without weight decay
+        spared = set()
+    decays = {path: group["weight_decay"] for path, group in trained.items()}
+    assert decays == {path: 0.0 if path in spared else printed["weight_decay"] for path in trained}
+
+
+def test_an_epoch_of_repeated_augmentation():
+    """It has as many examples as without repetition."""
+    pytest.importorskip("timm")
+    sampler = make_sampler(range(1000), 3)
+    assert len(sampler) == len(list(sampler)) == 768 and len(set(sampler)) == 256
 
 
 @pytest.mark.parametrize(
