@@ -252,7 +252,8 @@ def start(script, command, monkeypatch):
     def run(path: Path, rows: int, gpus: int) -> Started:
         name, options = command(path)
         module = script(name)
-        examples = Dataset.from_dict({"input_ids": [[1]] * rows, "labels": [1] * rows, "length": [2] * rows})
+        example = {"input_ids": [1], "labels": 1, "length": 2, "lengths": (1, 1)}
+        examples = Dataset.from_dict({name: [value] * rows for name, value in example.items()})
         splits = {"train": examples, "validation": Dataset.from_dict({"id": ["0"], "example_id": ["0"]})}
 
         def load_data(data, model, training):
