@@ -3,8 +3,8 @@
     python examples/eval_lm.py --model_name_or_path OUT --dataset_path DIR --output_dir SCORES
 
 By default, text and separators are those of the evaluation in run_clm.py. Plot the perplexity over the context length
-and, for models with a rotary bias, over the attention chunk. Such models can be evaluated with longer chunks than in
-training (Mega, appendix D.3 and Figure 6).
+and over the attention chunk, which can be longer than in training (Mega, appendix D.3 and Figure 6) unless the bias is
+`simple`.
 """
 
 from luna_mega_cli.script_options import check_names
@@ -73,7 +73,7 @@ def with_chunk(model: PreTrainedModel, chunk: int) -> PreTrainedModel:
     """Return a copy of the model with another chunk size."""
     config = model.config
     if not getattr(config, "use_chunking", False) or config.relative_positional_bias == "simple":
-        lib.fail("--chunk_size requires chunks and a rotary bias or none; a simple bias has a table of fixed length")
+        lib.fail("--chunk_size requires chunks and another bias than simple, whose table has a fixed length")
     changed = type(model)(type(config).from_dict(config.to_dict() | {"chunk_size": chunk}))
     changed.load_state_dict(model.state_dict())
     return changed.to(model.device, model.dtype).eval()

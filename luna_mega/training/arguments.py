@@ -300,8 +300,9 @@ def check_least(arguments: object, least: float, *names: str) -> None:
 
 def check_max_tokens(training: TrainingArguments) -> None:
     """Exit if an option of Trainer contradicts batches of `--max_tokens`."""
-    if training.auto_find_batch_size:
-        fail("--auto_find_batch_size is not supported with --max_tokens; remove one of them")
+    for name in ("auto_find_batch_size", "per_device_train_batch_size", "train_sampling_strategy"):
+        if getattr(training, name) != getattr(TrainingArguments, name):
+            fail(f"--{name} {getattr(training, name)} is not supported with --max_tokens; remove one of them")
     accelerator = training.accelerator_config
     for name in ("split_batches", "dispatch_batches"):
         if getattr(accelerator, name):

@@ -128,8 +128,9 @@ def test_two_processes_equal_one(name, ranks, tmp_path):
     outputs, summaries = {}, {}
     for processes in (1, 2):
         output = outputs[processes] = tmp_path / str(processes)
-        batches = ["--per_device_train_batch_size", str(8 // processes), "--per_device_eval_batch_size", "4"]
-        batches += ["--gradient_accumulation_steps", str(2 // processes)] * bool(by_tokens)
+        number = ["--gradient_accumulation_steps", str(2 // processes)]
+        number = number if by_tokens else ["--per_device_train_batch_size", str(8 // processes)]
+        batches = [*number, "--per_device_eval_batch_size", "4"]
         paths = ["--dataset_path", str(data), "--output_dir", str(output), "--save_strategy", "no"]
         # Adam would amplify rounding errors of gradients near zero to full steps.
         steps = ["--max_steps", "3", "--optim", "sgd", "--learning_rate", "0.1", "--do_train", "--do_eval"]

@@ -115,7 +115,7 @@ MISTAKES = {
         (["--max_tokens", 15], "--max_tokens 15 is below --block_size 16"),
         (
             ["--max_tokens", 64, "--auto_find_batch_size", "true"],
-            "--auto_find_batch_size is not supported with --max_t",
+            "--auto_find_batch_size True is not supported with",
         ),
         (["--carry_state", "true", "--min_block_size", 8], "--min_block_size is not supported with --carry_state"),
         (["--carry_state", "true", "--gradient_checkpointing", "true"], "--carry_state requires a single process"),
@@ -162,6 +162,14 @@ MISTAKES = {
         (["--vocab_size", 259], r"vocab_size \(259\) must be at least 260"),
         (["--clip_each", 0.1], "--clip_each 0.1 must be above 0, with --max_grad_norm 0"),
         (["--max_tokens", 5], "--max_tokens 5 is below the"),
+        (
+            ["--max_tokens", 999, "--per_device_train_batch_size", 4],
+            "_train_batch_size 4 is not supported with --max_t",
+        ),
+        (
+            ["--max_tokens", 999, "--train_sampling_strategy", "group_by_length"],
+            "group_by_length is not supported with",
+        ),
         (
             ["--max_tokens", 999, "--accelerator_config", '{"split_batches": true}'],
             "split_batches requires batches of one",
