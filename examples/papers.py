@@ -144,10 +144,8 @@ def main(argv: list[str] | None = None) -> str:
             parser.error(f"unrecognized arguments: {' '.join(more)}")
         lines = measure(TABLES[options.name], options, output)
     elif options.data is None or not options.data.is_dir():
-        recipes = (
-            [recipe for recipe, _ in ABLATIONS[options.name].columns.values()] if options.name in ABLATIONS else []
-        )
-        needed = ", ".join(dict.fromkeys(map(task_of, recipes or [options.recipe])))
+        columns = [(options.recipe, "")] if options.name == FIGURE6 else ABLATIONS[options.name].columns.values()
+        needed = ", ".join(dict.fromkeys(task_of(recipe) for recipe, _ in columns))
         parser.error(f"{options.name} requires --data, a folder with {needed}")
     elif options.name in ABLATIONS:
         lines = train(ABLATIONS[options.name], options, output, more)
@@ -183,11 +181,8 @@ def measure(table: Table, options: argparse.Namespace, output: Path) -> list[lis
 
 def train(table: Ablation, options: argparse.Namespace, output: Path, more: list[str]) -> list[list[str]]:
     """Train and test each model with each recipe, and return the lines of the table."""
-    columns = {
-        name: column
-        for name, column in table.columns.items()
-        if task_of(column[0]) in (options.tasks or [task_of(column[0])])
-    }
+    tasks = options.tasks or {task_of(recipe) for recipe, _ in table.columns.values()}
+    columns = {name: column for name, column in table.columns.items() if task_of(column[0]) in tasks}
     scores: dict[str, dict[str, float]] = {}
     for number, (name, (fields, _)) in enumerate(table.printed.items()):
         scores[name] = {}
@@ -215,7 +210,8 @@ def extrapolate(options: argparse.Namespace, output: Path, more: list[str]) -> l
     A model that `output` has from an earlier call is not trained again.
     """
     evaluation, data = importlib.import_module("eval_lm"), options.data / task_of(options.recipe)
-    results: list[dict[str, Any]] = []
+    unit = yaml.safe_load(options.recipe.read_text(encoding="utf-8-sig")).get("tokenization")
+    metric, results = "bits_per_token" if unit in ("byte", "char") else "perplexity", []
     for bias, seed in itertools.product(options.biases, options.seeds):
         folder = output.with_suffix("") / f"{bias}-{seed}"
         if not (folder / "all_results.json").is_file():
@@ -227,24 +223,24 @@ def extrapolate(options: argparse.Namespace, output: Path, more: list[str]) -> l
             lengths += ["--chunk_size", *options.chunks]
         scores = evaluation.main([*map(str, [*paths, *lengths])])
         results += [{"bias": bias, "seed": seed} | score for score in scores]
-        write(output, {"recipe": options.recipe.name, "options": more, "scores": results})
-    return make_lines_of_biases(results)
+        write(output, {"recipe": options.recipe.name, "metric": metric, "options": more, "scores": results})
+    return make_lines_of_biases(results, metric)
 
 
-def make_lines_of_biases(results: list[dict[str, Any]]) -> list[list[str]]:
-    """Return bits per token, the mean and the standard deviation over the seeds, by bias, context and chunk."""
+def make_lines_of_biases(results: list[dict[str, Any]], metric: str) -> list[list[str]]:
+    """Return the mean and the standard deviation of a metric over the seeds, by bias, context and chunk."""
     groups: dict[tuple[str, int], dict[int, list[float]]] = {}
     for row in results:
         chunks = groups.setdefault((row["bias"], row["context"]), {})
-        chunks.setdefault(row["chunk"], []).append(row["bits_per_token"])
+        chunks.setdefault(row["chunk"], []).append(row[metric])
     sizes = sorted({row["chunk"] for row in results})
-    lines = [["bias, context", *(f"chunks of {size:,}" for size in sizes)]]
+    lines = [[f"bias, context ({metric.replace('_', ' ')})", *(f"chunks of {size:,}" for size in sizes)]]
     for (bias, context), chunks in groups.items():
         cells = []
         for size in sizes:
-            bits = chunks.get(size, [])
-            spread = f" ± {statistics.stdev(bits):.3f}" if len(bits) > 1 else ""
-            cells.append(f"{statistics.mean(bits):.3f}{spread}" if bits else "")
+            values = chunks.get(size, [])
+            spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+            cells.append(f"{statistics.mean(values):.3f}{spread}" if values else "")
         lines.append([f"{bias}, {context:,}", *cells])
     return lines
 

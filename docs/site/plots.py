@@ -229,8 +229,8 @@ def fill_pages() -> None:
         rows = report.read(results / f"{name}.json")
         fill("performance.md", name, papers.make_lines(table, table.lengths, rows), f"One core, {describe(rows)}")
     scores = json.loads((results / f"{papers.FIGURE6}.json").read_text(encoding="utf-8"))
-    about = f"Bits per byte of the test, {scores['processor']}, {scores['date'][:10]}"
-    fill("results.md", papers.FIGURE6, papers.make_lines_of_biases(scores["scores"]), about)
+    about = f"Test split, {scores['processor']}, {scores['date'][:10]}"
+    fill("results.md", papers.FIGURE6, papers.make_lines_of_biases(scores["scores"], scores["metric"]), about)
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def test_figure_of_longer_chunks(script, tmp_path, monkeypatch):
     assert len(bits) == 2 and len(results) == 6 and {row["context"] for row in results} == {20}
     cell = f"{sum(bits) / 2:.3f} ± {abs(bits[0] - bits[1]) / math.sqrt(2):.3f}"
     cells = [line.strip("| ").split(" | ") for line in text.splitlines()]
-    assert cells[0] == ["bias, context", "chunks of 8", "chunks of 16"]
+    assert cells[0] == ["bias, context (bits per token)", "chunks of 8", "chunks of 16"]
     assert cells[2][2] == cell and cells[3][0] == "simple, 20" and len(cells[3]) == 2
     monkeypatch.setattr(papers, "run_recipe", None)
     assert papers.main([*map(str, ["mega-figure6", *options])]) == text
