@@ -155,9 +155,7 @@ class OrderedTrainer(Trainer):
 
     def log(self, logs: dict[str, float], *args, **kwargs) -> None:
         if "train_loss" in logs:  # Trainer's is the mean over the steps after resuming
-            if (
-                self.max_tokens is not None
-            ):  # Trainer's number assumes that each batch has `per_device_train_batch_size`
+            if self.max_tokens is not None:  # Trainer's number of samples is that of equal batches
                 logs.pop("train_samples_per_second", None)
             logs["train_loss"] = self._total_loss_scalar / max(self.state.global_step - self.first_step, 1)
         super().log(logs, *args, **kwargs)

@@ -58,7 +58,7 @@ def test_encode(script):
     assert tokenizer.decode(test["labels"][0], skip_special_tokens=True) == "abcd"
 
 
-def test_batches_by_tokens(run, script, monkeypatch):
+def test_batches_by_tokens(run, script, tmp_path, monkeypatch):
     """Training batches have --max_tokens, evaluation batches a number of pairs; the speed of pairs is unknown."""
     shapes, collator = {True: [], False: []}, script("run_translation").PairCollator
     collate = collator.__call__
@@ -71,6 +71,8 @@ def test_batches_by_tokens(run, script, monkeypatch):
     monkeypatch.setattr(collator, "__call__", record)
     options = ["--max_tokens", 96, "--max_steps", 6, "--do_train", "--do_eval", "--per_device_eval_batch_size", 3]
     assert "train_samples_per_second" not in run(*options)
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "- train_batch_tokens: 96 per device" in card and "train_batch_size" not in card
     assert all(math.prod(shape) <= 96 for batch in shapes[True] for shape in batch)
     assert len({batch[0][0] for batch in shapes[True]}) > 1 and max(batch[0][0] for batch in shapes[True]) > 8
     assert all(batch[0][0] <= 3 for batch in shapes[False]) and shapes[False]
