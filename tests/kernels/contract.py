@@ -65,8 +65,11 @@ def bound_of(case: "Case", backend: str) -> float:
         return 2e-4  # scores are rounded
     if backend != "triton":
         bounds = NORM_BOUNDS if "norm" in case.operator else BOUNDS
-        # Sums of causal attention grow with each position, and their order depends on the processor.
-        grows = case.decays != "trained" or "causal" in case.operator
+        # Sums of causal attention grow with each position, and gradients of the parameters of an average are sums over
+        # all positions, which can cancel (390 terms of a sum of 1.5, where the formula in PyTorch has an error of
+        # 1.1e-6). Their order depends on the processor.
+        terms = case.sizes.batch * case.sizes.length * (case.is_average and not case.is_step)
+        grows = case.decays != "trained" or "causal" in case.operator or terms > 256
         return 5e-6 if case.dtype == torch.float32 and grows else bounds[case.dtype]
     if case.operator == "complex_ema" and case.decays == "slow" and case.sizes.length > 200:
         return 2e-5  # rounded phases rotate states that persist; the reference in float32 has eight times this error
