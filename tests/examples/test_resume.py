@@ -30,6 +30,7 @@ IMAGES = ["run_image_classification", "--config_overrides"]
 IMAGES += [f"{MEGA},drop_path_rate=0.2,relative_positional_bias=rotary"]
 EVALUATED = ["--do_eval", "--eval_strategy", "steps", "--eval_steps", 2]
 CARRIED = [*CLM, "--carry_state", "true", "--config_overrides"]
+BY_TOKENS = ["--per_device_train_batch_size", 8, "--max_tokens"]  # the default; others are refused
 CASES: dict[str, list] = {
     "glue": [*GLUE, "--token_dropout", 0.2, "--bf16", *EVALUATED],
     "glue, accumulation": [*GLUE, "--per_device_train_batch_size", 2, "--gradient_accumulation_steps", 2, "--data_seed",
@@ -45,7 +46,7 @@ CASES: dict[str, list] = {
     "mlm, by length": [*MLM, "--short_seq_prob", 0.9, "--train_sampling_strategy", "group_by_length", *EVALUATED,
                        "--model_type", "mega", "--config_overrides", MEGA],
     "mlm, streaming": [*MLM, "--streaming", "true", "--shuffle_buffer", 3],
-    "clm": [*CLM, "--config_overrides", CHUNKS, "--min_block_size", 8, "--max_tokens", 40, "--validation_share", 0.2,
+    "clm": [*CLM, "--config_overrides", CHUNKS, "--min_block_size", 8, *BY_TOKENS, 40, "--validation_share", 0.2,
             *EVALUATED],
     "clm, streaming": [*CLM, "--config_overrides", CHUNKS, "--min_block_size", 8, "--streaming", "true",
                        "--gradient_checkpointing"],
@@ -61,7 +62,7 @@ CASES: dict[str, list] = {
                      "--mixup", 0.8, "--cutmix", 1.0, "--repeated_augmentation", 2],
     "lra": ["lra.run_lra", "--warmup_power", 2, "--warmup_steps", 4, "--self_pretraining_steps", 2],
     "translation": [*TRANSLATION, "--clip_each", 0.1, "--max_grad_norm", 0, "--label_smoothing_factor", 0.1,
-                    "--model_type", "mega", "--config_overrides", MEGA, "--milestones", 4, 8, "--max_tokens", 64,
+                    "--model_type", "mega", "--config_overrides", MEGA, "--milestones", 4, 8, *BY_TOKENS, 64,
                     "--lr_scheduler_type", "constant_with_warmup", "--warmup_steps", 2],
 }  # fmt: skip
 FAST = ["glue", "clm, streaming", "clm, carried mega", "audio", "images", "images, global random numbers"]
