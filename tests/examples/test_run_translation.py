@@ -80,7 +80,7 @@ def test_batches_by_tokens(run, script, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_table_of_contextual_projections(script, tmp_path):
-    """Both models of Luna's Table 5 are trained, and their scores are beside those of the paper."""
+    """The command trains both models of Luna's Table 5, and prints their scores with the published ones."""
     SCRIPTS["run_translation"].write(tmp_path / "wmt14", train=20, validation=4, test=4)
     options = ["--max_steps", 1, "--apollo", "false", "--average_checkpoints", 0, "--vocab_size", 300, "--use_cpu"]
     options += ["--num_beams", 1]
