@@ -274,7 +274,7 @@ METHODS = {
     ),
     "devices": (EVERY, "tensor parallelism", lambda m: m.maybe_distribute_model(m, DistributedConfig(tp_size=2), None)),
     "an odd width": (
-        MEGA, "an even width, got 13",
+        MEGA, "an even `shared_representation_size`, got 13",
         lambda m: (setattr(m.config, "shared_representation_size", 13), type(m)(m.config)), {},
     ),
     "a fused dense layer": (["mega decoder"], "model has a dense layer", lambda m: setattr(m, "forward", fused)),
