@@ -10,7 +10,6 @@ from typing import Any, Unpack, cast
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import MultipleChoiceModelOutput, SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
@@ -94,6 +93,7 @@ POOLINGS = {"cls": first_token, "last": last_token, "mean": masked_mean}
 class PooledHead(Head):
     """Base of the heads that pool the states of each sequence by `config.pooling`."""
 
+    loss_kind = "ForSequenceClassification"
     # The losses of these heads are means over the batch; Trainer divides them by the accumulation steps.
     accepts_loss_kwargs = False
     head_class: type[ClassificationHead] = ClassificationHead
@@ -258,10 +258,6 @@ class GenericForSequencePairClassification(PooledHead):
 
     output_class = SequenceClassifierOutput
     unsupported_options: dict[str, str] = {}  # keyword arguments of the body -> the reason
-
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__(config)
-        self.loss_type = "ForSequenceClassification"
 
     def head_sizes(self, config: Any) -> tuple[int, int]:
         return pair_size(config), config.num_labels

@@ -38,6 +38,16 @@ def test_poolings_by_hand(family, fields):
     torch.testing.assert_close(model(ids).logits, model.classifier(vector[None]))
 
 
+@pytest.mark.parametrize("name", [name for name, member in CLASSES.items() if member.head != "Model"])
+def test_a_subclass_has_the_loss_of_its_class(name):
+    """Transformers derives the loss from the name of a class, which a user chooses freely."""
+    member = CLASSES[name]
+    model, (inputs, _) = member.make(), collate(member, Batch("right", (9, 4)))
+    own = type("Own", (type(model),), {})(model.config).to(model.dtype).eval()
+    own.load_state_dict(model.state_dict())
+    torch.testing.assert_close(own(**inputs).loss, model(**inputs).loss, rtol=0, atol=0)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["luna", "mega"])
 def test_spans(family):
