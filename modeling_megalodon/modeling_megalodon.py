@@ -373,6 +373,12 @@ def draw_matrix(weight: torch.Tensor, initializer: str, deviation: float = 1.0) 
         init.kaiming_uniform_(weight, a=math.sqrt(5.0))
 
 
+# Modules whose own parameters are 0 at first.
+_ZERO = (
+    MegalodonTimestepNorm, MegalodonRMSNorm, MegalodonLayerNorm, MegalodonGatedAttention, MegalodonNormalizedFFN,
+)  # fmt: skip
+
+
 class MegalodonPreTrainedModel(CommonPreTrainedModel):
     """Base class of the Megalodon models: configuration, initialization and class attributes of transformers."""
 
@@ -408,11 +414,13 @@ class MegalodonPreTrainedModel(CommonPreTrainedModel):
             trunc_normal_(module.omega, std=0.25, a=-1.0, b=1.0)
         elif isinstance(module, MegalodonRotary):
             init.copy_(module.freqs, module.frequencies(2 * len(module.freqs)))
-        else:  # scales (stored as scale - 1), shifts and `prior_*`
+        elif isinstance(module, _ZERO):  # scales (stored as scale - 1), shifts and `prior_*`
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 init.zeros_(tensor)
             if isinstance(module, MegalodonNormalizedFFN) and module.alpha is not None:
                 init.constant_(module.alpha, 0.1 * 0.5**module.index)
+        else:  # a module without parameters, or of a user
+            super()._init_weights(module)  # type: ignore[no-untyped-call]
 
 
 @dataclass
