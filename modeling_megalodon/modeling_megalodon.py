@@ -551,7 +551,10 @@ class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPr
                 f"a vocabulary of {self.config.vocab_size} tokens with output_size={self.config.output_size} scores "
                 "cannot be resized, as the token of each score is not known; build a model with the new sizes"
             )
-        return super().resize_token_embeddings(*args, **kwargs)
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        if self.config.output_size is not None:
+            self.config.output_size = self.config.vocab_size
+        return embeddings
 
     @accept_past_key_values
     @can_return_tuple

@@ -101,3 +101,12 @@ def test_an_output_layer_of_another_size():
     assert beams.max() < 7
     with pytest.raises(NotImplementedError, match="a vocabulary of 30 tokens with output_size=7 scores"):
         model.resize_token_embeddings(40)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_output_layer_of_the_size_of_the_vocabulary_is_resized(tied, tmp_path):
+    model = make(output_size=30, tie_word_embeddings=tied)
+    model.resize_token_embeddings(40)
+    model.save_pretrained(tmp_path)
+    loaded = MegalodonForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.scores == len(loaded.lm_head.weight) == len(loaded.megalodon.embed_tokens.weight) == 40
