@@ -109,3 +109,10 @@ def test_labels_of_sequences(name):
         for inputs["labels"] in WRONG[model.config.problem_type]:
             with pytest.raises(ValueError, match=r"`labels` must have the shape \[3"):
                 model(**inputs)
+    for dtype in (torch.bool, torch.uint8, torch.int16, torch.int32):  # transformers would choose a loss by the type
+        inputs["labels"] = torch.tensor([0, 1, 1], dtype=dtype)
+        for model.config.problem_type in (None, "single_label_classification"):
+            before = model.config.problem_type
+            with pytest.raises(ValueError, match=rf"class ids from 0 to 2 \(torch.int64\), .* got {dtype} of shape"):
+                model(**inputs)
+            assert model.config.problem_type == before
