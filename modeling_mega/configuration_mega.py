@@ -264,7 +264,9 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         # Versions before 0.5 saved num_channels=3 for all inputs, and had one channel of values.
         kind, channels = config_dict.get("input_type", "tokens"), config_dict.get("num_channels")
         if kind == "values":
-            config_dict = config_dict | {"num_channels": config_dict.get("value_channels", 1)}
+            legacy = None if channels == 3 else channels
+            config_dict = config_dict | {"num_channels": config_dict.get("value_channels", legacy)}
+            config_dict.pop("value_channels", None)  # `to_dict` writes it
         elif kind == "tokens" and channels == 3:
             config_dict = config_dict | {"num_channels": None}
         if str(config_dict.get("transformers_version", "")).startswith("4."):
