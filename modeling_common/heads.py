@@ -28,7 +28,7 @@ from luna_mega.modeling_common.labels import (
     keep_positions,
     next_tokens,
 )
-from luna_mega.modeling_common.outputs import BodyOutput, kept_positions
+from luna_mega.modeling_common.outputs import CACHE, BodyOutput, kept_positions
 from luna_mega.modeling_common.padding_free import find_starts
 
 logger = logging.get_logger(__name__)
@@ -74,8 +74,10 @@ class Head(ModelMixin):
 
     def run_body(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """Return the outputs of the body for the `inputs` that are given, and keyword arguments of the body."""
-        tensors = {name: x for name, x in inputs.items() if x is not None}
-        return self.base_model(**tensors, **options, return_dict=True)
+        arguments = {name: x for name, x in inputs.items() if x is not None} | {**options}
+        if self.config.is_decoder and CACHE not in self.output_class.__dataclass_fields__:
+            arguments.setdefault("use_cache", False)  # a cache, which no output contains, disables `unpad_inputs`
+        return self.base_model(**arguments, return_dict=True)
 
     def carried_over(self, outputs: BodyOutput) -> dict[str, Any]:
         """Return the fields of `output_class` that the outputs of the body have: cache, states, attention weights."""

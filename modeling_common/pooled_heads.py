@@ -146,8 +146,6 @@ class PooledHead(Head):
                 others["token_type_ids"] = without_first(read_token_types(body, types, (batch, length), mask), mask)
             inputs = {key: without_first(value, mask) for key, value in inputs.items()}
             attention_mask = without_first(mask, mask)
-        if self.config.is_decoder:
-            others.setdefault("use_cache", False)
         outputs = self.run_body(inputs | others, {"attention_mask": attention_mask})
         if find_starts(outputs.last_hidden_state.shape[:2], {"attention_mask": attention_mask, **others}) is not None:
             raise ValueError(f"{type(self).__name__} does not support padding-free batches; pad the batch")

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
-from tests.modeling import luna
+from luna_mega.modeling_common.outputs import CACHE
+from tests.modeling import contract, luna
 from tests.modeling.contract import CLASSES, MEMBERS, Batch, collate, row_of
 
 # Pooling -> function that computes the vector of a sequence from its states `[T, d]` and its rows of P.
@@ -52,6 +53,19 @@ def test_a_subclass_has_the_loss_of_its_class(name):
     own = type("Own", (type(model),), {})(model.config).to(model.dtype).eval()
     own.load_state_dict(model.state_dict())
     torch.testing.assert_close(own(**inputs).loss, model(**inputs).loss, rtol=0, atol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name", [name for name, member in CLASSES.items() if member.head not in ("Model", *contract.DECODERS)]
+)
+def test_heads_that_return_no_cache_make_none(name):
+    """It would take memory and disable `unpad_inputs`."""
+    member, bodies = CLASSES[name], []
+    model = member.make(**{} if name.startswith("megalodon") else {"is_decoder": True, "pooling": "last"})
+    model.base_model.register_forward_hook(lambda module, inputs, output: bodies.append(output))
+    model(**collate(member, Batch("right", (9, 4)))[0])
+    assert bodies and not any(CACHE in body for body in bodies)
 
 
 @torch.no_grad()
