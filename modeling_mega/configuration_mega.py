@@ -405,7 +405,12 @@ class MegaSeq2SeqConfig(MegaConfig):
 
 
 def check_tied_widths(config: MegaConfig) -> None:
-    """Raise `ValueError` for an output layer that is tied to word embeddings of another size."""
+    """Raise `ValueError` for an output layer that is tied to word embeddings of another size, or of several sizes."""
+    if config.tie_word_embeddings and config.adaptive_input_cutoffs is not None:
+        raise ValueError(
+            "tie_word_embeddings=True needs one matrix of word embeddings, got adaptive_input_cutoffs="
+            f"{config.adaptive_input_cutoffs}; pass tie_word_embeddings=False"
+        )
     if config.tie_word_embeddings and config.embedding_size != config.hidden_size:
         raise ValueError(
             f"tie_word_embeddings=True needs embedding_size={config.hidden_size}, the `hidden_size`, got "

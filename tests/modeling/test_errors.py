@@ -319,6 +319,7 @@ NEW = [
     (("luna",), OF_SEQUENCES, CAUSAL_FIELDS | {"pooling": "packed_mean"}, "pooling='packed_mean'.*'last' or 'mean'"),
     (("mega",), ("ForMaskedLM", "ForCausalLM"), {"embedding_size": 8},
      "embedding_size=(24|12), .* got 8; or pass tie_word_embeddings=False"),
+    (("mega",), ("ForMaskedLM",), contract.ADAPTIVE, "adaptive_input_cutoffs=.8, 20.; pass tie_word_embeddings=False"),
     (("mega",), ("ForCausalLM",), {"is_decoder": False, "bidirectional": True}, "with is_decoder=True and bidir"),
     (("luna", "mega"), ("Model",), {"is_encoder_decoder": True}, "is an encoder or a decoder, but"),
     (("luna",), ("ForCausalLM",), {"add_cross_attention": True}, "use LunaForConditionalGeneration"),
