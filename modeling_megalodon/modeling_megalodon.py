@@ -51,7 +51,7 @@ from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, cache_field
 from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
-from luna_mega.modeling_megalodon.windows_megalodon import needs_windows, run_in_windows
+from luna_mega.modeling_megalodon.windows_megalodon import run_in_windows, windowed_inputs
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -500,12 +500,15 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             use_cache=use_cache,
             options=options,
         )
-        windowed = self.config.windowed_statistics and not self.training and needs_windows(self, inputs, options)
+        windowed = None
+        if self.config.windowed_statistics and not self.training:
+            windowed = windowed_inputs(self, inputs, options)
+        inputs = inputs if windowed is None else windowed
         hidden_states = embed(self, inputs)
         if self.scale != 1.0:
             hidden_states = hidden_states * self.scale
         hidden_states = self.dropout(hidden_states)
-        if windowed:
+        if windowed is not None:
             hidden_states = run_in_windows(self, hidden_states, inputs)
         else:
             hidden_states = self.run_layers(hidden_states, inputs, inputs.cache)
