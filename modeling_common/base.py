@@ -245,6 +245,7 @@ class BodyMixin(ModelMixin):
     embedding_names = EMBEDDINGS  # name of the input embedding by `config.input_type`
 
     def __init__(self, config: PreTrainedConfig):
+        config.validate_architecture()  # fields may have been assigned after the constructor
         super().__init__(config)
         self.built_with = {name: getattr(config, name) for name in ("is_decoder", "add_cross_attention")}
         self._input_embed_layer = self.embedding_names[config.input_type]

@@ -6,7 +6,7 @@ to the body and the loss. Causal models implement `forward` with the arguments o
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ from luna_mega.modeling_common.labels import (
     keep_positions,
     next_tokens,
 )
-from luna_mega.modeling_common.outputs import BodyOutput, kept_positions
+from luna_mega.modeling_common.outputs import CACHE, BodyOutput, kept_positions
 from luna_mega.modeling_common.padding_free import find_starts
 
 logger = logging.get_logger(__name__)
@@ -52,9 +52,12 @@ class Head(ModelMixin):
     output_class: Any
     lm_head: nn.Module
     needs_tokens = False  # whether `config.input_type` must be "tokens"
+    # The loss in transformers, which would derive it from the name of the class, also of a user's subclass.
+    loss_kind: ClassVar[str]
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__(config)
+        self.loss_type = self.loss_kind
         if self.needs_tokens:
             self.require_tokens()
         self.check_config(config)
@@ -71,8 +74,10 @@ class Head(ModelMixin):
 
     def run_body(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
         """Return the outputs of the body for the `inputs` that are given, and keyword arguments of the body."""
-        tensors = {name: x for name, x in inputs.items() if x is not None}
-        return self.base_model(**tensors, **options, return_dict=True)
+        arguments = {name: x for name, x in inputs.items() if x is not None} | {**options}
+        if self.config.is_decoder and CACHE not in self.output_class.__dataclass_fields__:
+            arguments.setdefault("use_cache", False)  # a cache, which no output contains, disables `unpad_inputs`
+        return self.base_model(**arguments, return_dict=True)
 
     def carried_over(self, outputs: BodyOutput) -> dict[str, Any]:
         """Return the fields of `output_class` that the outputs of the body have: cache, states, attention weights."""
@@ -101,6 +106,8 @@ class LMHead(Head):
 
 class GenericForMaskedLM(LMHead):
     """Masked language model."""
+
+    loss_kind = "ForMaskedLM"
 
     def check_config(self, config: PreTrainedConfig) -> None:
         if config.is_decoder:
@@ -154,6 +161,8 @@ class GenericForMaskedLM(LMHead):
 
 class GenericForCausalLM(LMHead):
     """Causal language model."""
+
+    loss_kind = "ForCausalLM"
 
     def make_head(self, config: Any) -> None:
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -209,6 +218,8 @@ class GenericForCausalLM(LMHead):
 class GenericForTokenClassification(Head):
     """A label for every token."""
 
+    loss_kind = "ForTokenClassification"
+
     def make_head(self, config: Any) -> None:
         self.dropout = nn.Dropout(config.classifier_dropout)
         self.classifier = nn.Linear(config.hidden_size, config.num_labels)
@@ -253,6 +264,7 @@ class GenericForTokenClassification(Head):
 class GenericForQuestionAnswering(Head):
     """Start and end of an answer."""
 
+    loss_kind = "ForQuestionAnswering"
     needs_tokens = True
 
     def make_head(self, config: Any) -> None:

@@ -121,7 +121,8 @@ def check_pooled_labels(config: Any, labels: torch.Tensor, batch: int) -> None:
     is_class = not is_regression and (kind == "single_label_classification" or (kind is None and not floats))
     flat = is_class or (is_regression and count == 1)
     shapes: list[tuple[int, ...]] = [(batch,), (batch, 1)] if flat else [(batch, count)]
-    if tuple(labels.shape) in shapes and (is_regression or floats != is_class):
+    # For other integers, transformers would choose another loss, and write it to the configuration.
+    if tuple(labels.shape) in shapes and (is_regression or (labels.dtype == torch.int64 if is_class else floats)):
         return
     shape, meaning = shapes[0], "numbers" if is_regression else "0.0 or 1.0 for each class"
     if not is_regression and kind != "multi_label_classification":

@@ -10,7 +10,6 @@ from typing import Any, Unpack, cast
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_outputs import MultipleChoiceModelOutput, SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
@@ -94,6 +93,7 @@ POOLINGS = {"cls": first_token, "last": last_token, "mean": masked_mean}
 class PooledHead(Head):
     """Base of the heads that pool the states of each sequence by `config.pooling`."""
 
+    loss_kind = "ForSequenceClassification"
     # The losses of these heads are means over the batch; Trainer divides them by the accumulation steps.
     accepts_loss_kwargs = False
     head_class: type[ClassificationHead] = ClassificationHead
@@ -146,8 +146,6 @@ class PooledHead(Head):
                 others["token_type_ids"] = without_first(read_token_types(body, types, (batch, length), mask), mask)
             inputs = {key: without_first(value, mask) for key, value in inputs.items()}
             attention_mask = without_first(mask, mask)
-        if self.config.is_decoder:
-            others.setdefault("use_cache", False)
         outputs = self.run_body(inputs | others, {"attention_mask": attention_mask})
         if find_starts(outputs.last_hidden_state.shape[:2], {"attention_mask": attention_mask, **others}) is not None:
             raise ValueError(f"{type(self).__name__} does not support padding-free batches; pad the batch")
@@ -258,10 +256,6 @@ class GenericForSequencePairClassification(PooledHead):
 
     output_class = SequenceClassifierOutput
     unsupported_options: dict[str, str] = {}  # keyword arguments of the body -> the reason
-
-    def __init__(self, config: PreTrainedConfig):
-        super().__init__(config)
-        self.loss_type = "ForSequenceClassification"
 
     def head_sizes(self, config: Any) -> tuple[int, int]:
         return pair_size(config), config.num_labels

@@ -218,11 +218,8 @@ class Seq2SeqLM(EncoderDecoder, LMHead):
     """Encoder-decoder with an output layer. Classes of a family set `body_class` and `output_class`."""
 
     body_options = {}
+    loss_kind = "ForMaskedLM"  # each position has its own label
     _tied_weights_keys: dict[str, str]
-
-    def __init__(self, config: Any):
-        super().__init__(config)
-        self.loss_type = "ForMaskedLM"  # each position has its own label
 
     def make_head(self, config: Any) -> None:
         if config.shares_embeddings:  # the output layer is then tied to the embedding of the encoder

@@ -255,7 +255,7 @@ class LunaConfig(LunaPresets, SharedConfig, PreTrainedConfig):
                 if getattr(self, field):
                     raise ValueError(
                         f"{field}=True requires an encoder, because P of a decoder without one is a parameter of every "
-                        f"layer; omit {field}"
+                        f"layer; omit {field}, or pass {field}=False for the folder of an encoder"
                     )
 
     def _check_fields(self) -> None:

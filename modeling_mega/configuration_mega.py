@@ -264,7 +264,9 @@ class MegaConfig(MegaPresets, SharedConfig, PreTrainedConfig):
         # Versions before 0.5 saved num_channels=3 for all inputs, and had one channel of values.
         kind, channels = config_dict.get("input_type", "tokens"), config_dict.get("num_channels")
         if kind == "values":
-            config_dict = config_dict | {"num_channels": config_dict.get("value_channels", 1)}
+            legacy = None if channels == 3 else channels
+            config_dict = config_dict | {"num_channels": config_dict.get("value_channels", legacy)}
+            config_dict.pop("value_channels", None)  # `to_dict` writes it
         elif kind == "tokens" and channels == 3:
             config_dict = config_dict | {"num_channels": None}
         if str(config_dict.get("transformers_version", "")).startswith("4."):
@@ -403,7 +405,12 @@ class MegaSeq2SeqConfig(MegaConfig):
 
 
 def check_tied_widths(config: MegaConfig) -> None:
-    """Raise `ValueError` for an output layer that is tied to word embeddings of another size."""
+    """Raise `ValueError` for an output layer that is tied to word embeddings of another size, or of several sizes."""
+    if config.tie_word_embeddings and config.adaptive_input_cutoffs is not None:
+        raise ValueError(
+            "tie_word_embeddings=True needs one matrix of word embeddings, got adaptive_input_cutoffs="
+            f"{config.adaptive_input_cutoffs}; pass tie_word_embeddings=False"
+        )
     if config.tie_word_embeddings and config.embedding_size != config.hidden_size:
         raise ValueError(
             f"tie_word_embeddings=True needs embedding_size={config.hidden_size}, the `hidden_size`, got "

@@ -1208,7 +1208,8 @@ class MegaForMultipleChoice(GenericForMultipleChoice, MegaPreTrainedModel):
         self.classifier = nn.Linear(config.hidden_size, 1)
 
     def summarize(self, outputs: Any) -> torch.Tensor:
-        return outputs.pooler_output
+        body: Any = self.base_model
+        return body.pooler(super().summarize(outputs))  # `pooler_output` of the body is that of the first token
 
     def score_options(self, features: torch.Tensor) -> torch.Tensor:
         return self.classifier(self.dropout(features))

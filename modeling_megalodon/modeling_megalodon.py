@@ -51,7 +51,7 @@ from luna_mega.modeling_common.layout import Layout
 from luna_mega.modeling_common.outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, cache_field
 from luna_mega.modeling_common.pooled_heads import GenericForSequenceClassification
 from luna_mega.modeling_megalodon.configuration_megalodon import MegalodonConfig
-from luna_mega.modeling_megalodon.windows_megalodon import needs_windows, run_in_windows
+from luna_mega.modeling_megalodon.windows_megalodon import run_in_windows, windowed_inputs
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -373,6 +373,12 @@ def draw_matrix(weight: torch.Tensor, initializer: str, deviation: float = 1.0) 
         init.kaiming_uniform_(weight, a=math.sqrt(5.0))
 
 
+# Modules whose own parameters are 0 at first.
+_ZERO = (
+    MegalodonTimestepNorm, MegalodonRMSNorm, MegalodonLayerNorm, MegalodonGatedAttention, MegalodonNormalizedFFN,
+)  # fmt: skip
+
+
 class MegalodonPreTrainedModel(CommonPreTrainedModel):
     """Base class of the Megalodon models: configuration, initialization and class attributes of transformers."""
 
@@ -408,11 +414,13 @@ class MegalodonPreTrainedModel(CommonPreTrainedModel):
             trunc_normal_(module.omega, std=0.25, a=-1.0, b=1.0)
         elif isinstance(module, MegalodonRotary):
             init.copy_(module.freqs, module.frequencies(2 * len(module.freqs)))
-        else:  # scales (stored as scale - 1), shifts and `prior_*`
+        elif isinstance(module, _ZERO):  # scales (stored as scale - 1), shifts and `prior_*`
             for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
                 init.zeros_(tensor)
             if isinstance(module, MegalodonNormalizedFFN) and module.alpha is not None:
                 init.constant_(module.alpha, 0.1 * 0.5**module.index)
+        else:  # a module without parameters, or of a user
+            super()._init_weights(module)  # type: ignore[no-untyped-call]
 
 
 @dataclass
@@ -492,12 +500,15 @@ class MegalodonModel(BodyMixin, MegalodonPreTrainedModel):
             use_cache=use_cache,
             options=options,
         )
-        windowed = self.config.windowed_statistics and not self.training and needs_windows(self, inputs, options)
+        windowed = None
+        if self.config.windowed_statistics and not self.training:
+            windowed = windowed_inputs(self, inputs, options)
+        inputs = inputs if windowed is None else windowed
         hidden_states = embed(self, inputs)
         if self.scale != 1.0:
             hidden_states = hidden_states * self.scale
         hidden_states = self.dropout(hidden_states)
-        if windowed:
+        if windowed is not None:
             hidden_states = run_in_windows(self, hidden_states, inputs)
         else:
             hidden_states = self.run_layers(hidden_states, inputs, inputs.cache)
@@ -543,7 +554,10 @@ class MegalodonForCausalLM(GenericForCausalLM, StateGenerationMixin, MegalodonPr
                 f"a vocabulary of {self.config.vocab_size} tokens with output_size={self.config.output_size} scores "
                 "cannot be resized, as the token of each score is not known; build a model with the new sizes"
             )
-        return super().resize_token_embeddings(*args, **kwargs)
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        if self.config.output_size is not None:
+            self.config.output_size = self.config.vocab_size
+        return embeddings
 
     @accept_past_key_values
     @can_return_tuple

@@ -6,21 +6,25 @@ from typing import Any
 import torch
 
 from luna_mega.modeling_common.inputs import Inputs
-from luna_mega.modeling_common.layout import PaddedLayout
+from luna_mega.modeling_common.layout import NO_PADDING, PaddedLayout
+from luna_mega.modeling_common.masks import can_read
 
 # Chunks of each part of a prompt; chunks after which the statistics restart; and chunks that they include then.
 PIECE, LONG, WINDOW = 2, 8, 6
 
 
-def needs_windows(model: Any, inputs: Inputs, options: Mapping[str, Any]) -> bool:
-    """Return whether the sequences are so long that statistics restart.
+def windowed_inputs(model: Any, inputs: Inputs, options: Mapping[str, Any]) -> Inputs | None:
+    """Return the inputs of a call whose sequences are so long that statistics restart; None for other calls.
 
     Raises:
         ValueError: Such a call has padding or a filled cache, or requests states or weights of layers.
     """
     config, layout, length, seen = model.config, inputs.layout, inputs.given.shape[1], inputs.seen
     if length == 1 or seen + layout.sizes(inputs.given)[1] <= LONG * config.chunk_size:
-        return False
+        return None
+    if isinstance(layout, PaddedLayout) and layout.mask is not None and can_read(layout.mask) and layout.mask.all():
+        layout = NO_PADDING  # `generate` passes masks of ones, which are only read on a CPU
+        inputs = inputs._replace(mask=None, layout=layout)
     if not isinstance(layout, PaddedLayout) or layout.mask is not None:
         raise ValueError(
             f"windowed_statistics=True does not support padding or padding-free batches after {LONG} "
@@ -32,7 +36,7 @@ def needs_windows(model: Any, inputs: Inputs, options: Mapping[str, Any]) -> boo
             f"{config.chunk_size}, in one call, and returns no states or weights of layers; omit "
             "`prefill_chunk_size`, `output_hidden_states` and `output_attentions`, or set it to False"
         )
-    return True
+    return inputs
 
 
 def run_in_windows(model: Any, states: torch.Tensor, inputs: Inputs) -> torch.Tensor:

@@ -11,7 +11,7 @@ import re
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, BertConfig, RobertaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, BertConfig, RobertaConfig
 from transformers.models.auto import modeling_auto
 
 from luna_mega import LunaConfig, LunaSeq2SeqConfig, MegaConfig, MegalodonConfig, MegaSeq2SeqConfig
@@ -268,6 +268,25 @@ def test_a_decoder_has_one_direction(tmp_path):
         config.save_pretrained(tmp_path)
         assert config.bidirectional is MegaConfig.from_pretrained(tmp_path).bidirectional is not decoder
     assert MegaConfig.from_pretrained(tmp_path, is_decoder=True, bidirectional=False).is_decoder
+
+
+@pytest.mark.parametrize(
+    "module, message",
+    [(luna, "(dynamic_projection_length|contextual_projection)=True requires an encoder.*=False"),
+     (mega, "is_decoder=True requires bidirectional=False")],
+)  # fmt: skip
+def test_changed_fields_are_checked(module, message, tmp_path):
+    """A model checks fields that are assigned, or are arguments of `from_pretrained`, as the constructor does."""
+    module.make("ForMaskedLM").save_pretrained(tmp_path)
+    config = AutoConfig.from_pretrained(tmp_path)
+    config.is_decoder = True
+    for options in ({"config": config}, {"is_decoder": True}):
+        with pytest.raises(ValueError, match=message):
+            AutoModelForCausalLM.from_pretrained(tmp_path, **options)
+    with pytest.raises(ValueError, match=message):
+        module.HEADS["ForMaskedLM"](config)
+    with pytest.raises(ValueError, match="classifier_dropout.*1.0"):
+        AutoModelForMaskedLM.from_pretrained(tmp_path, classifier_dropout=1.0)
 
 
 IDS = torch.tensor([[2, 5, 6, 7, 8], [2, 8, 7, 6, 5]])

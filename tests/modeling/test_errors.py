@@ -274,7 +274,7 @@ METHODS = {
     ),
     "devices": (EVERY, "tensor parallelism", lambda m: m.maybe_distribute_model(m, DistributedConfig(tp_size=2), None)),
     "an odd width": (
-        MEGA, "an even width, got 13",
+        MEGA, "an even `shared_representation_size`, got 13",
         lambda m: (setattr(m.config, "shared_representation_size", 13), type(m)(m.config)), {},
     ),
     "a fused dense layer": (["mega decoder"], "model has a dense layer", lambda m: setattr(m, "forward", fused)),
@@ -319,6 +319,7 @@ NEW = [
     (("luna",), OF_SEQUENCES, CAUSAL_FIELDS | {"pooling": "packed_mean"}, "pooling='packed_mean'.*'last' or 'mean'"),
     (("mega",), ("ForMaskedLM", "ForCausalLM"), {"embedding_size": 8},
      "embedding_size=(24|12), .* got 8; or pass tie_word_embeddings=False"),
+    (("mega",), ("ForMaskedLM",), contract.ADAPTIVE, "adaptive_input_cutoffs=.8, 20.; pass tie_word_embeddings=False"),
     (("mega",), ("ForCausalLM",), {"is_decoder": False, "bidirectional": True}, "with is_decoder=True and bidir"),
     (("luna", "mega"), ("Model",), {"is_encoder_decoder": True}, "is an encoder or a decoder, but"),
     (("luna",), ("ForCausalLM",), {"add_cross_attention": True}, "use LunaForConditionalGeneration"),

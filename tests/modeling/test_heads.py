@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 
-from tests.modeling import luna
+from luna_mega.modeling_common.outputs import CACHE
+from tests.modeling import contract, luna
 from tests.modeling.contract import CLASSES, MEMBERS, Batch, collate, row_of
 
 # Pooling -> function that computes the vector of a sequence from its states `[T, d]` and its rows of P.
@@ -25,17 +26,46 @@ POOLINGS += [("luna", CAUSAL | {"pooling": "mean"}), ("mega", CAUSAL | {"pooling
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForMultipleChoice"])
 @pytest.mark.parametrize("family, fields", POOLINGS)
-def test_poolings_by_hand(family, fields):
-    """Scores are those of a vector pooled by hand."""
-    member = CLASSES[f"{family} ForSequenceClassification"]
+def test_poolings_by_hand(family, fields, head):
+    """Scores are those of vectors pooled by hand."""
+    member = CLASSES[f"{family} {head}"]
     model = member.make(**fields)
     ids = row_of(member, 0, 9)[0]["input_ids"][None]
-    body = model.base_model(ids)
-    packed = body.get("packed_last_hidden_state")
-    packed = None if packed is None else packed[0][... if body.packed_mask is None else body.packed_mask[0] > 0]
-    vector = BY_HAND[fields["pooling"]](model, body.last_hidden_state[0], packed)
-    torch.testing.assert_close(model(ids).logits, model.classifier(vector[None]))
+    vectors = []
+    for row in ids.view(-1, 1, 9):
+        body = model.base_model(row)
+        packed = body.get("packed_last_hidden_state")
+        packed = None if packed is None else packed[0][... if body.packed_mask is None else body.packed_mask[0] > 0]
+        vectors.append(BY_HAND[fields["pooling"]](model, body.last_hidden_state[0], packed))
+    features = torch.stack(vectors)
+    if family == "mega" and head == "ForMultipleChoice":  # as in transformers v4, its classifier reads the pooler
+        features = model.base_model.pooler(features)
+    torch.testing.assert_close(model(ids).logits, model.classifier(features).view(1, -1))
+
+
+@pytest.mark.parametrize("name", [name for name, member in CLASSES.items() if member.head != "Model"])
+def test_a_subclass_has_the_loss_of_its_class(name):
+    """Transformers derives the loss from the name of a class, which a user chooses freely."""
+    member = CLASSES[name]
+    model, (inputs, _) = member.make(), collate(member, Batch("right", (9, 4)))
+    own = type("Own", (type(model),), {})(model.config).to(model.dtype).eval()
+    own.load_state_dict(model.state_dict())
+    torch.testing.assert_close(own(**inputs).loss, model(**inputs).loss, rtol=0, atol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name", [name for name, member in CLASSES.items() if member.head not in ("Model", *contract.DECODERS)]
+)
+def test_heads_that_return_no_cache_make_none(name):
+    """It would take memory and disable `unpad_inputs`."""
+    member, bodies = CLASSES[name], []
+    model = member.make(**{} if name.startswith("megalodon") else {"is_decoder": True, "pooling": "last"})
+    model.base_model.register_forward_hook(lambda module, inputs, output: bodies.append(output))
+    model(**collate(member, Batch("right", (9, 4)))[0])
+    assert bodies and not any(CACHE in body for body in bodies)
 
 
 @torch.no_grad()
@@ -93,3 +123,10 @@ def test_labels_of_sequences(name):
         for inputs["labels"] in WRONG[model.config.problem_type]:
             with pytest.raises(ValueError, match=r"`labels` must have the shape \[3"):
                 model(**inputs)
+    for dtype in (torch.bool, torch.uint8, torch.int16, torch.int32):  # transformers would choose a loss by the type
+        inputs["labels"] = torch.tensor([0, 1, 1], dtype=dtype)
+        for model.config.problem_type in (None, "single_label_classification"):
+            before = model.config.problem_type
+            with pytest.raises(ValueError, match=rf"class ids from 0 to 2 \(torch.int64\), .* got {dtype} of shape"):
+                model(**inputs)
+            assert model.config.problem_type == before

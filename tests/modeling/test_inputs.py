@@ -128,6 +128,11 @@ def test_channels(family, tmp_path):
     file.write_text(json.dumps(old), encoding="utf-8")
     loaded, info = type(one).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()) and loaded.config.num_channels == 1
+    three.save_pretrained(tmp_path)
+    for channels in (1, 2):
+        config = type(three.config).from_pretrained(tmp_path, num_channels=channels)
+        for fields in (config.to_dict(), FAMILIES[family].VALUES | {"num_channels": channels}):
+            assert type(config).from_dict(fields).num_channels == channels
 
 
 @torch.no_grad()

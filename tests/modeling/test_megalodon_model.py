@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from luna_mega import MegalodonForCausalLM
+from tests.modeling.contract import on_device
 from tests.modeling.decoders import padded
 from tests.modeling.megalodon_decoders import make, tiny_config
 
@@ -75,6 +76,10 @@ def test_windows_start_after_8_chunks():
     assert past.get_seq_length() == 43 and (past.layers[0].position == 43).all()
     assert (past.layers[0].norm_count == past.layers[-1].final_count).all() and past.layers[0].norm_count[0] == 24 + 3
     assert windowed(short[:, :1], cache=past).logits.isfinite().all()
+    expected, tokens = windowed(long).logits, windowed.generate(long, do_sample=False, max_new_tokens=4)
+    with on_device():  # `generate` passes a mask of ones
+        torch.testing.assert_close(windowed(long, torch.ones_like(long)).logits, expected, rtol=0, atol=0)
+        assert windowed.generate(long, do_sample=False, max_new_tokens=4).equal(tokens)
 
 
 def test_unsupported_window_options_raise():
@@ -101,3 +106,12 @@ def test_an_output_layer_of_another_size():
     assert beams.max() < 7
     with pytest.raises(NotImplementedError, match="a vocabulary of 30 tokens with output_size=7 scores"):
         model.resize_token_embeddings(40)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_output_layer_of_the_size_of_the_vocabulary_is_resized(tied, tmp_path):
+    model = make(output_size=30, tie_word_embeddings=tied)
+    model.resize_token_embeddings(40)
+    model.save_pretrained(tmp_path)
+    loaded = MegalodonForCausalLM.from_pretrained(tmp_path)
+    assert loaded.config.scores == len(loaded.lm_head.weight) == len(loaded.megalodon.embed_tokens.weight) == 40

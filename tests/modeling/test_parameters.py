@@ -79,6 +79,19 @@ def test_parameters_that_a_user_trains_stay_trainable(kind, tmp_path):
         assert all(parameter.requires_grad for parameter in other.parameters())
 
 
+@pytest.mark.parametrize("name", ["luna ForMaskedLM", "mega ForMaskedLM", "megalodon decoder"])
+def test_modules_of_users_are_initialized_as_transformers_does(name):
+    def make(self, config):
+        base.__init__(self, config)
+        self.norm, self.convolution = torch.nn.LayerNorm(8), torch.nn.Conv1d(8, 8, 3)
+        self.post_init()
+
+    model = MEMBERS[name].make()
+    base = type(model)
+    own = type("Own", (base,), {"__init__": make})(model.config)
+    assert (own.norm.weight == 1).all() and own.convolution.weight.std() > 0
+
+
 def test_new_heads_have_the_value_of_the_folder(tmp_path):
     """Folders of earlier versions and of the converters store 0.02."""
     torch.manual_seed(0)
