@@ -86,6 +86,8 @@ NOT_ON_TRITON = [
     (CAUSAL, {}, {}, FP64, "support float32, float16 and bfloat16, not torch.float64"),
     ("luna_causal_attention_step", {}, {"rows": 129}, FP32, "up to 128 rows"),
     ("damped_ema", {}, {}, FP64, "float64"),
+    ("damped_ema", {}, {}, {"skip": FP64}, "the skip or a parameter is float64"),
+    ("damped_ema_step", {}, {}, {"skip": FP64}, "the skip or a parameter is float64"),
     ("damped_ema", {}, {"states": 65}, FP32, "65 states per channel are more than 64"),
     ("damped_ema", TRUNCATED, {}, FP32, "truncation=5 is below the length 6; choose 'torch'"),
     ("diagonal_ssm real", {}, {"states": 65}, FP32, "65 states per channel are more than 64"),
@@ -109,9 +111,11 @@ NOT_ON_NATIVE = [
 )
 def test_calls_that_a_backend_does_not_support(backend, name, options, sizes, dtype, message, triton_device):
     """They raise an error if the backend is chosen by name; the automatic choice has the results of PyTorch."""
-    call, wide = OPERATORS[name].make(Sizes(1, 6, 1, **sizes), **options), torch.promote_types(dtype, FP32)
+    call = OPERATORS[name].make(Sizes(1, 6, 1, **sizes), **options)
     device = triton_device if backend == "triton" else CPU
-    leaves = {key: x.to(device, wide if key in WIDE else dtype) for key, x in call.leaves.items()}
+    if not isinstance(dtype, dict):
+        dtype = dict.fromkeys(call.leaves, dtype) | dict.fromkeys(WIDE, torch.promote_types(dtype, FP32))
+    leaves = {key: x.to(device, dtype.get(key, FP32)) for key, x in call.leaves.items()}
     with pytest.raises(ValueError, match=f"cannot run on '{backend}': .*{message}"):
         call.run(**leaves, backend=backend)
     torch.testing.assert_close(call.run(**leaves), call.run(**leaves, backend="torch"))
