@@ -140,6 +140,9 @@ def test_dropout(backend, name, dtype, blocks, triton_device, monkeypatch):
         found = factors_of(partial(seeded, mask=None), partial(exact, mask=None), leaves)
         other = op(*leaves, dropout=RATE, backend=backend, **options)[0]
     actual = train(seeded, leaves)
+    if backend == "torch":
+        with torch.device("meta"):  # PyTorch's default device
+            assert all(map(torch.equal, train(seeded, leaves), actual))
     assert all(map(torch.equal, actual, train(seeded, leaves))) and not torch.equal(actual[0], other)
     left = [of_sequences(x, options["cu_seqlens"]) for x in found] if "cu_seqlens" in options else list(found)
     with monkeypatch.context() as patch:
@@ -235,6 +238,9 @@ def test_parts_of_causal_attention_with_left_padding(function, chunk, backend, t
     options = {"function": function, "chunk_size": chunk, "backend": backend}
     given = options | {"causal": True, "mask": mask, "start": start}
     output = gated_attention(query, key, value, bias, **given)
+    if backend != "triton":
+        with torch.device("meta"):  # PyTorch's default device
+            assert torch.equal(gated_attention(query, key, value, bias, **given), output)
     for begin, stop in [(t, t + 1) for t in range(24)] + [(0, 7), (7, 9), (9, 24), (2, 21)]:
         for cut_off in {0, 0 if chunk is None else max(begin + 1 - chunk, 0)}:  # without chunks, every key is visible
             keys, kept = slice(cut_off, stop), mask[:, begin:stop]
