@@ -213,6 +213,8 @@ _unavailable_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @cache
 def _old_device(device: torch.device) -> str | None:
-    """Return the reason why a CUDA device is too old for the kernels, or None if it is supported."""
+    """Return the reason why a CUDA device is missing or too old for the kernels, or None if it is supported."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
     major, minor = torch.cuda.get_device_capability(device)
     return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"

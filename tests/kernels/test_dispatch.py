@@ -40,6 +40,7 @@ def gpu(monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
 
     def set_capability(*capability):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capability))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         _dispatch._old_device.cache_clear()
 
@@ -66,6 +67,8 @@ def test_reasons_against_triton(op, gpu, monkeypatch):
         patch.setattr(torch.compiler, "_is_exporting_flag", True)
         assert decide(op)[0] == "torch"  # exported programs do not use Triton
     assert decide(op)[0] == "triton"
+    gpu()
+    assert api.explain(op, device="cuda") == f"{op} runs on 'torch': no Triton kernel: there is no CUDA device"
     monkeypatch.setattr(torch.version, "hip", "7.0")
     gpu(9, 4)
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
