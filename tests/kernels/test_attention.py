@@ -169,6 +169,10 @@ def test_returned_weights(backend):
     assert_same([torch.einsum("bhlm,bmhk->blhk", pack_weights, context)], [packed])
     assert_same([torch.einsum("bhtl,blhk->bthk", weights, packed)], [output])
 
+    large = [4.0 * y.bfloat16() for y in (p, context)]  # only the weights are rounded to bfloat16
+    halves, exact = (api.luna_pack(q, k, k, return_weights=True)[1] for q, k in (large, [y.double() for y in large]))
+    assert_same([halves], [exact], 3e-3)
+
     leaves = [x, p, *draw(*[(2, 7, 3, 8)] * 3)]
     options = {"mask": mask[:, :7], "pack_mask": pack_mask, "return_state": True, "backend": backend}
     output, state = luna_causal_attention(*leaves, **options)
