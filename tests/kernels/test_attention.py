@@ -191,6 +191,9 @@ def test_returned_weights(backend):
         assert_same([output[:, padding:]], [gated_attention(query, key, value, **options)[:, padding:]])
         shown = (weights @ value.roll(-padding, 1).unflatten(1, (-1, chunk or K))).flatten(1, 2)
         assert_same([shown[:, : K - padding]], [output[:, padding:]])
+        none = [y[:0] for y in (query, key, value)]
+        found = gated_attention(*none, return_weights=True, chunk_size=chunk, heads=2, backend=backend)
+        assert [y.shape for y in found] == [(0, K, 70), (0, 2, *weights.shape[1:])]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -161,6 +161,12 @@ def test_inductor_trains(triton_device, backend):
         torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=1e-3)
 
 
+def test_a_compiled_program_of_no_sequences():
+    x = torch.randn(0, 40, 2, 8, requires_grad=True)
+    output = torch.compile(api.luna_causal_attention, fullgraph=True, backend="aot_eager")(x, x[:, :5], x, x, x)
+    assert output.shape == x.shape and torch.autograd.grad(output.sum(), x)[0].shape == x.shape
+
+
 def test_a_compiled_program_checks_its_bounds(triton_device):
     query, key = torch.randn(2, 3, 1, 8, device=triton_device), torch.randn(1, 10, 1, 8, device=triton_device)
 
