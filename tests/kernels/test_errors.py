@@ -141,6 +141,9 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("luna_pack", {"value": lambda x: x[:, :2]}, "must agree"),
     ("luna_pack", {"pack_query": lambda x: x[:1]}, "batch size"),
     ("luna_pack", {"key": lambda x: x.float()}, "dtypes differ"),
+    *((op, {name: lambda x: x.long() for name in (query, "key", "value")},
+       f"{op} needs floating-point tensors, got torch.int64")
+      for op, query in (("luna_pack", "pack_query"), ("luna_unpack", "query"))),
     ("luna_pack", {"dropout": 1.0}, "dropout must be in"),
     # Causal Luna attention.
     ("luna_causal_attention", {"query": lambda x: x[0]}, r"\[batch, length, heads, size\].*got \[9, 3, 5\]"),
