@@ -191,12 +191,13 @@ PATHS = {
 def test_no_text_of_the_report_keeps_a_path(tmp_path):
     args = {
         "texts": list(PATHS),
+        "numbers": [0.5, float("inf"), float("nan")],
         "tuple": ({"/home/me/k": {"train /home/me/k": 1}}, {"/home/me/a", "~me/b/c"}, b"~me/x"),
     }
     output = tmp_path / "model"
     report = convert_checkpoint(save(luna.bert(**args, arch="/home/me/arch", task="/home/me/task"), tmp_path), output)
     saved = saved_report(output)
-    assert saved["args"]["texts"] == list(PATHS.values())
+    assert saved["args"]["texts"] == list(PATHS.values()) and saved["args"]["numbers"] == [0.5, "inf", "nan"]
     assert saved["args"]["tuple"] == [{"k": {"train k": 1}}, "{'a', 'c'}", "b'x'"]
     assert saved["source"]["arch"] == "arch" and saved["source"]["task"] == "task"
     for file in filter(Path.is_file, output.rglob("*")):
