@@ -33,7 +33,10 @@ _override: str | None = None
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Run every op inside the block with backend `name` (one of `NAMES`), unless the call specifies a backend."""
+    """Run every op inside the block with backend `name` (one of `NAMES`), unless the call specifies a backend.
+
+    The setting is one for all threads. If blocks of two threads overlap, it may persist after both.
+    """
     global _override
     previous, _override = _override, _checked(name, "use_backend()'s argument")
     try:
@@ -52,7 +55,8 @@ _float32_precision = "tf32x3"
 def use_float32_precision(name: str) -> Iterator[None]:
     """Multiply float32 matrices in Triton kernels with precision `name` inside the block.
 
-    `"tf32x3"` (default) uses three tensor core passes, accurate to about 1e-6. `"ieee"` is true float32 and slower.
+    `"tf32x3"` (default) uses three tensor core passes, accurate to about 1e-6. `"ieee"` is true float32 and slower. The
+    setting is one for all threads. If blocks of two threads overlap, it may persist after both.
     """
     global _float32_precision
     if name not in FLOAT32_PRECISIONS:
