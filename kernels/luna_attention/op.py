@@ -99,7 +99,8 @@ def luna_pack(
 
     Returns:
         `[B, L, H, K]` in the dtype of `pack_query`, or (output, weights) if `return_weights` is set. The softmax is
-        computed in float32. If all positions of a context are masked, the result is 0 with gradient 0.
+        computed in float32. If all positions of a context are masked, the result is 0 with gradient 0. With dropout,
+        call `backward()` outside of autocast, as for `gated_attention_step`.
 
     Raises:
         ValueError: if shapes or dtypes do not match, tensors are not floating-point, or the backend does not exist or
