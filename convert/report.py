@@ -1,6 +1,7 @@
 """The report of a conversion: a table for the terminal, and conversion_report.json."""
 
 import json
+import math
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -106,7 +107,12 @@ def _tokenizer_row(tokenizer: dict[str, Any]) -> str:
 
 
 def without_folders(value: Any) -> Any:
-    """Return a JSON value in which every absolute path is reduced to its last name, to hide the user's folders."""
+    """Return a JSON value in which every absolute path is reduced to its last name, to hide the user's folders.
+
+    JSON has no inf and NaN, which become texts.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if value is None or isinstance(value, (bool, int, float)):
         return value
     if isinstance(value, dict):

@@ -14,7 +14,7 @@ from torch.autograd import Function
 
 from ._dispatch import without_autocast
 from ._flops import register_flops
-from ._mode import COMPILED, DIRECT, TRANSFORMED, has_lost_tangent, mode
+from ._mode import COMPILED, DIRECT, TRANSFORMED, has_lost_tangent, is_batched, mode
 
 Values = Sequence[Any]  # tensors, lists of tensors, numbers and None
 
@@ -135,8 +135,12 @@ class _Gradient:
             inputs[place] = x
         results: list[Tensor | None] = [None] * len(inputs)
         input_grads: Sequence[Tensor | None]
-        if torch.is_grad_enabled() and mode() < COMPILED:  # with `create_graph=True`, or for a second derivative
-            input_grads = differentiate_formula(self.formula, inputs, self.places, grads, self.gradients)
+        create_graph = torch.is_grad_enabled()  # with `create_graph=True`, or for a second derivative
+        if mode() < COMPILED and (create_graph or any(map(is_batched, grads))):
+            with torch.enable_grad():
+                input_grads = differentiate_formula(
+                    self.formula, inputs, self.places, grads, self.gradients, create_graph
+                )
         else:
             first = torch.zeros_like(self.fake(*inputs)[0]) if grads[0] is None else grads[0]
             arguments = (first, *[grads[index] for index in self.gradients[1:]], *kept, *inputs)
@@ -147,9 +151,10 @@ class _Gradient:
 
 
 def differentiate_formula(
-    formula: Callable[..., Values], inputs: list[Any], places: Sequence[int], grads: Values, gradients: Sequence[int]
-) -> list[Tensor | None]:
-    """Return gradients that autograd can differentiate again.
+    formula: Callable[..., Values], inputs: list[Any], places: Sequence[int], grads: Values, gradients: Sequence[int],
+    create_graph: bool = True,
+) -> list[Tensor | None]:  # fmt: skip
+    """Return gradients that consist of operators of PyTorch.
 
     Args:
         formula: computes the outputs with operators of PyTorch.
@@ -157,6 +162,7 @@ def differentiate_formula(
         places: indices of the inputs whose gradients are returned, None for those that require none.
         grads: gradients of all outputs.
         gradients: indices of the outputs with a gradient.
+        create_graph: autograd can differentiate the gradients again.
     """
     # Views, because an input may be computed from another one.
     inputs = [x.view_as(x) if place in places and x is not None else x for place, x in enumerate(inputs)]
@@ -170,7 +176,7 @@ def differentiate_formula(
         [outputs[i] for i in used],
         [inputs[place] for place in needed],
         [grads[i] for i in used],
-        create_graph=True,
+        create_graph=create_graph,
         allow_unused=True,
         materialize_grads=True,
     )

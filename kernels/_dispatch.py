@@ -33,7 +33,10 @@ _override: str | None = None
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Run every op inside the block with backend `name` (one of `NAMES`), unless the call specifies a backend."""
+    """Run every op inside the block with backend `name` (one of `NAMES`), unless the call specifies a backend.
+
+    The setting is one for all threads. If blocks of two threads overlap, it may persist after both.
+    """
     global _override
     previous, _override = _override, _checked(name, "use_backend()'s argument")
     try:
@@ -52,7 +55,8 @@ _float32_precision = "tf32x3"
 def use_float32_precision(name: str) -> Iterator[None]:
     """Multiply float32 matrices in Triton kernels with precision `name` inside the block.
 
-    `"tf32x3"` (default) uses three tensor core passes, accurate to about 1e-6. `"ieee"` is true float32 and slower.
+    `"tf32x3"` (default) uses three tensor core passes, accurate to about 1e-6. `"ieee"` is true float32 and slower. The
+    setting is one for all threads. If blocks of two threads overlap, it may persist after both.
     """
     global _float32_precision
     if name not in FLOAT32_PRECISIONS:
@@ -213,6 +217,8 @@ _unavailable_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @cache
 def _old_device(device: torch.device) -> str | None:
-    """Return the reason why a CUDA device is too old for the kernels, or None if it is supported."""
+    """Return the reason why a CUDA device is missing or too old for the kernels, or None if it is supported."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
     major, minor = torch.cuda.get_device_capability(device)
     return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"

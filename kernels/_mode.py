@@ -14,6 +14,13 @@ try:
 except (AttributeError, ImportError):
     HAS_NAMES = False
 
+try:  # without them, batches of gradients raise an error of PyTorch
+    from torch._C import _dispatch_key_parse, _dispatch_keys
+
+    _BATCHED = _dispatch_key_parse("Batched")
+except (ImportError, RuntimeError):
+    _BATCHED = None  # type: ignore[assignment]
+
 # Eager: operators may be computed without PyTorch's dispatcher, or not, because a mode of dispatch is active. In a
 # transform: by `torch.func`, or tangents of forward mode may be computed. Programs: of `torch.compile`, or exported.
 DIRECT, DISPATCHED, TRANSFORMED, COMPILED, EXPORTED = range(5)
@@ -36,6 +43,11 @@ def mode() -> int:
 def has_lost_tangent(x: Tensor) -> bool:
     """Return whether `x` has a tangent that `mode` does not find because a name is missing."""
     return not HAS_NAMES and mode() < COMPILED and forward_ad.unpack_dual(x).tangent is not None
+
+
+def is_batched(x: object) -> bool:
+    """Return whether `x` is a batch (`is_grads_batched` of `torch.autograd.grad`), which `mode` does not find."""
+    return _BATCHED is not None and isinstance(x, Tensor) and _dispatch_keys(x).has(_BATCHED)
 
 
 def is_known(condition: Any) -> bool:

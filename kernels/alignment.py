@@ -80,7 +80,7 @@ def with_chunks_in_columns(
 def roll_columns(shift: Tensor, count: int) -> Tensor:
     """Return the column indices `[B, count]` that rotate each row of `count` columns left by its `shift` `[B]`."""
     # A tensor, because ONNX does not support the remainder of a dynamic size.
-    return (torch.arange(count, device=shift.device) + shift[:, None]) % torch.full((), max(count, 1))
+    return (torch.arange(count, device=shift.device) + shift[:, None]) % torch.full((), max(count, 1), device="cpu")
 
 
 def to_end(x: Tensor, lengths: Tensor) -> Tensor:

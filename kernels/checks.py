@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ._mode import TRANSFORMED, mode
 from .sequences import Sequences, check_cu_seqlens
 from .upcast import upcast_dtype
 
@@ -31,17 +32,23 @@ def check_sequences(
     """Return the sequences in `[B, T, D]` or, with `cu_seqlens`, `[1, total, D]`.
 
     Raises:
-        ValueError: unless T is at least 1, the mask fits, and `lengths` are `[B]` integers that the call uses;
-            `features` is the name of D.
+        ValueError: unless T is at least 1, the mask fits, and `lengths` are `[B]` integers up to T that the call uses;
+            `features` is the name of D. Values on a GPU and in programs are not checked.
     """
     if x.dim() != 3 or x.shape[1] < 1:
         raise ValueError(f"{op} needs x [batch, length, {features}] of length 1 or more, got {list(x.shape)}")
     check_mask(op, mask, x.shape[:2])
     if lengths is not None:
-        if lengths.shape != x.shape[:1] or lengths.is_floating_point():
-            raise ValueError(f"{op}: lengths must be integers [{len(x)}], got {lengths.dtype} {list(lengths.shape)}")
+        if lengths.shape != x.shape[:1] or lengths.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"{op}: lengths must be int32 or int64 [{len(x)}], got {lengths.dtype} {list(lengths.shape)}"
+            )
         if mask is None or not return_state or cu_seqlens is not None:
             raise ValueError(f"{op}: lengths need return_state=True and a mask, and no cu_seqlens; omit lengths")
+        # Reading the values on a GPU would synchronize the device.
+        if type(lengths) is Tensor and lengths.device.type == "cpu" and mode() < TRANSFORMED:
+            if ((lengths < 0) | (lengths > x.shape[1])).any():
+                raise ValueError(f"{op}: lengths must be from 0 to {x.shape[1]}, got {lengths.tolist()}")
     if cu_seqlens is None:
         if max_seqlen is not None:
             raise ValueError(f"{op}: max_seqlen requires cu_seqlens; omit max_seqlen or pass cu_seqlens")

@@ -16,7 +16,7 @@ def host_seed(x: Tensor, probability: float) -> Tensor | None:
     forbid_capture(
         x, "dropout of attention weights in PyTorch, whose seed is on the host", "choose the backend 'triton'"
     )
-    return torch.randint(2**63 - 1, ())
+    return torch.randint(2**63 - 1, (), device="cpu")
 
 
 def dropout_factors(like: Tensor, probability: float, generator: torch.Generator | None = None) -> Tensor:
@@ -28,7 +28,8 @@ def dropout_factors(like: Tensor, probability: float, generator: torch.Generator
     few = like.numel() < FEW or min(kept, 2**16 - kept) < 2**9
     if few or like.device.type != "cpu" or type(like) not in (Tensor, nn.Parameter) or mode() >= COMPILED:
         return torch.empty_like(like).bernoulli_(1.0 - probability, generator=generator).div_(1.0 - probability)
-    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    words = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
+    words.random_(-(2**63), None, generator=generator)
     bits = words.view(torch.int16)[: like.numel()].view(like.shape)
     return torch.lt(bits, kept - 2**15, out=like.new_empty(like.shape)).mul_(2**16 / kept)
 

@@ -166,7 +166,7 @@ class MovingAverage(RecurrentLayer):
 class ComplexMovingAverage(RecurrentLayer):
     """Megalodon's complex exponential moving average with its skip connection: `complex_ema` with parameters.
 
-    Source: Ma et al. 2024, section 3.2, with the initialization of its code.
+    Source: Ma et al. 2024, section 3.1, with the initialization of its code.
 
     Args:
         channels: D.

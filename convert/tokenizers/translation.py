@@ -92,7 +92,7 @@ def read_codes(path: str | Path) -> list[tuple[str, str]]:
         if not header and not counted:
             raise ConversionError(
                 f"{path}: neither '#version: 0.2' nor counts: codes of subword-nmt before 0.2 are not supported; omit "
-                "them out, and split the text with subword-nmt"
+                "them, and split the text with subword-nmt"
             )
         merges.setdefault((parts[0], parts[1]))
     return list(merges)

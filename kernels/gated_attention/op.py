@@ -47,20 +47,21 @@ def _with_weights(
     dropout: float, heads: int | None = None, **rest: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output and the weights; the weights are `[B, chunks, C, C]`, or `[B, 1, T, S]` without chunks."""
-    batch, length, _ = query.shape
+    (batch, length, _), chunks = query.shape, 1
     if chunk_size is not None:
         size = max(min(chunk_size, length), 1)
         if mask is None:
             mask = torch.ones(query.shape[:2], dtype=torch.bool, device=query.device)
+        chunks = -(-length // size)
         # Pad an incomplete last chunk.
         query, key, value, mask = (
-            pad_columns(x, 0, length + -length % size).unflatten(1, (-1, size)).flatten(0, 1)
+            pad_columns(x, 0, length + -length % size).unflatten(1, (chunks, size)).flatten(0, 1)
             for x in (query, key, value, mask)
         )
-    weights = reference.weights(query, key, bias, mask, chunk_size=None, **rest).unflatten(0, (batch, -1))
-    weights = weights if heads is None else weights.unflatten(0, (-1, heads))
+    weights = reference.weights(query, key, bias, mask, chunk_size=None, **rest).unflatten(0, (batch, chunks))
+    weights = weights if heads is None else weights.unflatten(0, (batch // heads, heads))
     dropped = torch.dropout(weights.to(value.dtype), dropout, train=True).view(batch, *weights.shape[-3:])
-    output = dropped @ value.unflatten(0, (batch, -1))
+    output = dropped @ value.unflatten(0, (batch, chunks))
     return output.flatten(1, 2)[:, :length], weights
 
 

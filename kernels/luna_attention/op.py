@@ -99,10 +99,12 @@ def luna_pack(
 
     Returns:
         `[B, L, H, K]` in the dtype of `pack_query`, or (output, weights) if `return_weights` is set. The softmax is
-        computed in float32. If all positions of a context are masked, the result is 0 with gradient 0.
+        computed in float32. If all positions of a context are masked, the result is 0 with gradient 0. With dropout,
+        call `backward()` outside of autocast, as for `gated_attention_step`.
 
     Raises:
-        ValueError: if shapes, dtypes or devices do not match, or the backend does not exist or does not support them.
+        ValueError: if shapes or dtypes do not match, tensors are not floating-point, or the backend does not exist or
+            does not support them.
     """
     return _attend(PACK, pack_query, key, value, mask, dropout, return_weights, backend, cu_seqlens, max_seqlen)
 
@@ -217,6 +219,8 @@ def _attend(
         max_seqlen = check_cu_seqlens(name, cu_seqlens, max_seqlen, flat.shape[1], compares_length=True)
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"{name}: dtypes differ: query {query.dtype}, key {key.dtype}, value {value.dtype}")
+    if not query.is_floating_point():
+        raise ValueError(f"{name} needs floating-point tensors, got {query.dtype}")
     check_mask(name, mask, key.shape[:2])
     check_dropout(name, dropout)
     call: Arguments = {"query": query, "key": key, "value": value, "dropout": dropout, "scale": query.shape[-1] ** -0.5}

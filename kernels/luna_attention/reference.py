@@ -15,9 +15,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return softmax(scale * Q K^T) V per head, `[B, T, H, K]`, and the weights `[B, H, T, M]`.
 
-    The softmax is computed in float32 (float64 for float64 inputs). The result of a query without visible keys is 0.
+    Scores and softmax are float32 (float64 for float64 inputs). The result of a query without visible keys is 0.
     """
-    scores = upcast(torch.einsum("bthk,bmhk->bhtm", query * scale, key))
+    scores = torch.einsum("bthk,bmhk->bhtm", upcast(query) * scale, upcast(key))
     if mask is not None:
         masked = ~mask[:, None, None, :]
         scores = scores.masked_fill(masked, torch.finfo(scores.dtype).min)

@@ -1,7 +1,7 @@
 """Triton forward of pack and unpack: one kernel over splits of the keys and one that merges the splits.
 
-`varlen_side` is the side with varlen sequences: `"query"`, `"key"` (see `kernels/varlen.py`) or None. A varlen tensor
-has batch size 1, and `cu_seqlens` bounds its sequences.
+`varlen_side` is the side with varlen sequences: `"query"`, `"key"` (see `kernels/sequences.py`) or None. A varlen
+tensor has batch size 1, and `cu_seqlens` bounds its sequences.
 """
 
 from collections.abc import Callable

@@ -110,7 +110,7 @@ def luna_causal_attention(
         `[B, T, H, V]` in the dtype of the inputs, or a tuple with the weights and the state, if requested. The state
         and intermediate values are float32 (float64 for float64 inputs), also under autocast. Gradients flow through
         both states. The output is 0, with gradient 0, for tokens without any kept token so far and for rows with all of
-        P masked.
+        P masked. Without a state, call `backward()` of a few tokens outside of autocast, as for `gated_attention_step`.
 
     Raises:
         ValueError: if shapes, dtypes or options do not match, or the backend does not exist or does not support them.
@@ -167,7 +167,7 @@ def luna_causal_attention_step(
     Arguments and errors match `luna_causal_attention` without the dimension T: query, pack_key and key are `[B,
     H, K]`, value is `[B, H, V]`, mask is `[B]`. The given state is not modified unless `inplace` is set. `inplace`
     overwrites it with the next state, which avoids an allocation. It requires that no gradient is computed and that
-    nothing else uses the tensors of the state.
+    nothing else uses the tensors of the state. Call `backward()` outside of autocast, as for `gated_attention_step`.
     """
     if query.dim() != 3:
         raise ValueError(f"{STEP.name} needs query [batch, heads, size], got {list(query.shape)}")

@@ -329,6 +329,8 @@ def _blocks(
     The order is fixed, because the random numbers of dropout depend on it.
     """
     (batch, length, all_heads, _), device, tokens = query.shape, query.device, (query, pack_key, key, value)
+    if batch == 0:
+        return
     size = max(1, BLOCK_TOKENS // (batch * length)) if device.type == "cpu" else all_heads
     generator = None if seed is None else torch.Generator(device).manual_seed(int(seed))
     for start in range(0, all_heads, size):

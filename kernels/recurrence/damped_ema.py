@@ -56,8 +56,8 @@ def damped_ema(
         initial_state: `[B, D, N]` float32 or float64, causal only: the states before the first position; None = 0. With
             a truncation it is a `TruncatedEmaState` returned by an earlier call.
         return_state: causal only: also return the states after the last position.
-        lengths: `[B]` integers: return the states after this many positions of each row. The mask must drop all later
-            positions. None = T.
+        lengths: `[B]` int32 or int64, from 0 to T: return the states after this many positions of each row. The mask
+            must drop all later positions. None = T.
         cu_seqlens: `[S + 1]` int32 or int64, for S varlen sequences: x is `[1, total, D]`, the mask `[1, total]`, and
             sequence s is `[cu_seqlens[s], cu_seqlens[s+1])`. States are `[S, D, N]`. Each result equals the
             result of a separate call.

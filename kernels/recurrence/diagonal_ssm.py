@@ -7,7 +7,7 @@ from .._dispatch import Arguments, without_autocast
 from ..checks import check_average, check_directions, check_position, check_sequences
 from ..sequences import ALL_TOKENS, Sequences
 from ..upcast import as_complex, upcast
-from .coefficients import coefficients_of_steps, diagonal_coefficients
+from .coefficients import LEAST, coefficients_of_steps, diagonal_coefficients
 from .op import Recurrence
 
 METHODS = ("zoh", "bilinear", "none")
@@ -49,7 +49,8 @@ def discretize(
         if method == "bilinear":
             half = 0.5 * scaled
             q, weight = (1.0 + half) / (1.0 - half), weight * step / (1.0 - half)
-            return torch.log(q.abs()), torch.angle(q), weight if weight.is_complex() else weight + 0j
+            log_decay = torch.log(q.abs().clamp(min=LEAST))  # finite if q = 0
+            return log_decay, torch.angle(q), weight if weight.is_complex() else weight + 0j
         if method == "zoh":
             weight = weight * torch.expm1(scaled) / a
         if not scaled.is_complex():

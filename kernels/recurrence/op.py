@@ -152,7 +152,7 @@ class Recurrence(NamedTuple):
 
 def unsupported(
     x: Tensor, parameters: tuple[Tensor, ...], truncation: int | None = None, sequences: Sequences = ALL_TOKENS,
-    **_: object,
+    skip: Tensor | None = None, **_: object,
 ) -> str | None:  # fmt: skip
     """Return the reason why the Triton kernels do not support a call, or None."""
     if truncation is not None:
@@ -161,9 +161,12 @@ def unsupported(
             return reason
     states, most = parameters[-1].shape[1], MOST_NUMBERS // (parameters[-1].dim() - 1)
     too_many = f"{states} states per channel are more than {most}" if states > most else None
-    return unsupported_dtype(x, parameters) or too_many
+    return unsupported_dtype(x, parameters, skip) or too_many
 
 
-def unsupported_dtype(x: Tensor, parameters: tuple[Tensor, ...], **_: object) -> str | None:
+def unsupported_dtype(
+    x: Tensor, parameters: tuple[Tensor, ...], skip: Tensor | None = None, **_: object
+) -> str | None:  # fmt: skip
     """Return the reason why the Triton kernels do not support the dtypes of a call, or None."""
-    return "x or a parameter is float64" if torch.float64 in [y.dtype for y in (x, *parameters)] else None
+    dtypes = [y.dtype for y in (x, *parameters, skip) if y is not None]
+    return "x, the skip or a parameter is float64" if torch.float64 in dtypes else None

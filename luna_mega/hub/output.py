@@ -59,7 +59,7 @@ def temporary_folder(parent: Path, name: str) -> Iterator[Path]:
 
 @contextmanager
 def complete_folder(output: Path) -> Iterator[Path]:
-    """Yield a new folder on the same file system, which becomes `output` if the block raises no exception.
+    """Yield a new folder, which becomes `output`, or whose files move there, if the block raises no exception.
 
     Raises:
         ConversionError: A file cannot be written, for example because the disk is full.
@@ -77,6 +77,21 @@ def complete_folder(output: Path) -> Iterator[Path]:
                 raise
             raise ConversionError(f"{output}: cannot write tokenizer.json: {reason(error)}") from error
         if output.is_dir():
-            output.rmdir()
-        output.parent.mkdir(parents=True, exist_ok=True)
-        partial.rename(output)
+            _fill(output, partial)
+        else:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            partial.rename(output)
+
+
+def _fill(output: Path, partial: Path) -> None:
+    """Move all files into an empty folder, or none; the folder may be a mount point or the working directory."""
+    check_output(output)
+    moved = []
+    try:
+        for file in sorted(partial.iterdir()):
+            moved.append(output / file.name)
+            shutil.move(file, moved[-1])
+    except BaseException:
+        for path in moved:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        raise

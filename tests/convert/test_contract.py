@@ -109,10 +109,13 @@ def file(tmp_path):
     return save(built("luna_lra, 2021"), tmp_path)
 
 
-@pytest.mark.parametrize("there", [False, True])
-@pytest.mark.parametrize(("signal_name", "status"), [("SIGINT", 130), ("SIGTERM", 143), (None, None)])
+@pytest.mark.parametrize(
+    ("signal_name", "status", "there"),
+    [("SIGINT", 130, False), ("SIGTERM", 143, False), (None, None, False)]
+    + [("SIGINT", 130, True), ("SIGTERM", 143, True), (None, None, True), ("move", None, True)],
+)
 def test_failed_write_leaves_no_files(file, tmp_path, monkeypatch, signal_name, status, there):
-    """A conversion that fails or ends by a signal after the weights are on the disk leaves no files."""
+    """A conversion that fails or ends by a signal after the weights are on the disk, or by moving them, leaves none."""
     output = tmp_path / "model" if there else tmp_path / "x" / "y"
     if there:
         output.mkdir()
@@ -124,7 +127,12 @@ def test_failed_write_leaves_no_files(file, tmp_path, monkeypatch, signal_name, 
             raise LookupError
         signal.raise_signal(getattr(signal, signal_name))
 
-    monkeypatch.setattr(importer.Report, "save", fail)
+    def rename(source, target, run=os.rename):
+        if Path(target) == output / "model.safetensors":
+            raise LookupError
+        run(source, target)
+
+    monkeypatch.setattr(*(os, "rename", rename) if signal_name == "move" else (importer.Report, "save", fail))
     try:
         with pytest.raises((LookupError, SystemExit)) as raised:
             sys.exit(luna_mega_cli.main(["convert", str(file), "--output", str(output)]))
@@ -134,7 +142,7 @@ def test_failed_write_leaves_no_files(file, tmp_path, monkeypatch, signal_name, 
 
 
 def test_files_of_a_killed_conversion_are_removed_by_the_next(file, tmp_path, monkeypatch, with_code):
-    """Those of a running process stay. The output may be an empty folder, and has the code of the model."""
+    """Those of a running process stay. An empty output folder stays, and has the code of the model."""
     with monkeypatch.context() as patch:
         patch.setattr(importer.Report, "save", lambda *_: signal.raise_signal(signal.SIGKILL))
         process = multiprocessing.get_context("fork").Process(
@@ -143,9 +151,11 @@ def test_files_of_a_killed_conversion_are_removed_by_the_next(file, tmp_path, mo
         process.start()
         process.join()
     assert process.exitcode == -signal.SIGKILL and len(list(tmp_path.glob(".*"))) == 1
-    (tmp_path / "model").mkdir()
+    (tmp_path / "model").mkdir(0o705)
+    monkeypatch.chdir(tmp_path / "model")
     with temporary_folder(tmp_path, "model") as running:
-        convert_checkpoint(file, tmp_path / "model")
+        convert_checkpoint(file, ".")
+        assert Path.cwd().samefile(tmp_path / "model") and Path.cwd().stat().st_mode & 0o777 == 0o705
         assert list(tmp_path.glob(".*")) == [running] and (tmp_path / "model" / "luna_mega_code").is_dir()
 
 
@@ -181,12 +191,13 @@ PATHS = {
 def test_no_text_of_the_report_keeps_a_path(tmp_path):
     args = {
         "texts": list(PATHS),
+        "numbers": [0.5, float("inf"), float("nan")],
         "tuple": ({"/home/me/k": {"train /home/me/k": 1}}, {"/home/me/a", "~me/b/c"}, b"~me/x"),
     }
     output = tmp_path / "model"
     report = convert_checkpoint(save(luna.bert(**args, arch="/home/me/arch", task="/home/me/task"), tmp_path), output)
     saved = saved_report(output)
-    assert saved["args"]["texts"] == list(PATHS.values())
+    assert saved["args"]["texts"] == list(PATHS.values()) and saved["args"]["numbers"] == [0.5, "inf", "nan"]
     assert saved["args"]["tuple"] == [{"k": {"train k": 1}}, "{'a', 'c'}", "b'x'"]
     assert saved["source"]["arch"] == "arch" and saved["source"]["task"] == "task"
     for file in filter(Path.is_file, output.rglob("*")):

@@ -140,6 +140,9 @@ def test_dropout(backend, name, dtype, blocks, triton_device, monkeypatch):
         found = factors_of(partial(seeded, mask=None), partial(exact, mask=None), leaves)
         other = op(*leaves, dropout=RATE, backend=backend, **options)[0]
     actual = train(seeded, leaves)
+    if backend == "torch":
+        with torch.device("meta"):  # PyTorch's default device
+            assert all(map(torch.equal, train(seeded, leaves), actual))
     assert all(map(torch.equal, actual, train(seeded, leaves))) and not torch.equal(actual[0], other)
     left = [of_sequences(x, options["cu_seqlens"]) for x in found] if "cu_seqlens" in options else list(found)
     with monkeypatch.context() as patch:
@@ -166,6 +169,10 @@ def test_returned_weights(backend):
     assert_same([torch.einsum("bhlm,bmhk->blhk", pack_weights, context)], [packed])
     assert_same([torch.einsum("bhtl,blhk->bthk", weights, packed)], [output])
 
+    large = [4.0 * y.bfloat16() for y in (p, context)]  # only the weights are rounded to bfloat16
+    halves, exact = (api.luna_pack(q, k, k, return_weights=True)[1] for q, k in (large, [y.double() for y in large]))
+    assert_same([halves], [exact], 3e-3)
+
     leaves = [x, p, *draw(*[(2, 7, 3, 8)] * 3)]
     options = {"mask": mask[:, :7], "pack_mask": pack_mask, "return_state": True, "backend": backend}
     output, state = luna_causal_attention(*leaves, **options)
@@ -184,6 +191,9 @@ def test_returned_weights(backend):
         assert_same([output[:, padding:]], [gated_attention(query, key, value, **options)[:, padding:]])
         shown = (weights @ value.roll(-padding, 1).unflatten(1, (-1, chunk or K))).flatten(1, 2)
         assert_same([shown[:, : K - padding]], [output[:, padding:]])
+        none = [y[:0] for y in (query, key, value)]
+        found = gated_attention(*none, return_weights=True, chunk_size=chunk, heads=2, backend=backend)
+        assert [y.shape for y in found] == [(0, K, 70), (0, 2, *weights.shape[1:])]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -235,6 +245,9 @@ def test_parts_of_causal_attention_with_left_padding(function, chunk, backend, t
     options = {"function": function, "chunk_size": chunk, "backend": backend}
     given = options | {"causal": True, "mask": mask, "start": start}
     output = gated_attention(query, key, value, bias, **given)
+    if backend != "triton":
+        with torch.device("meta"):  # PyTorch's default device
+            assert torch.equal(gated_attention(query, key, value, bias, **given), output)
     for begin, stop in [(t, t + 1) for t in range(24)] + [(0, 7), (7, 9), (9, 24), (2, 21)]:
         for cut_off in {0, 0 if chunk is None else max(begin + 1 - chunk, 0)}:  # without chunks, every key is visible
             keys, kept = slice(cut_off, stop), mask[:, begin:stop]

@@ -131,12 +131,27 @@ def dual(member):
         return [forward_ad.unpack_dual(result).tangent]
 
 
-def products(member):
-    rows = hessian(member.number, places(member))(*member.leaves)
+def products(member, rows=None):
+    rows = hessian(member.number, places(member))(*member.leaves) if rows is None else rows
     return [
         sum(torch.tensordot(v, row[place], v.dim()) for v, row in zip(member.directions, rows, strict=True))
         for place in places(member)
     ]
+
+
+def vectorized_products(member):
+    return products(member, torch.autograd.functional.hessian(member.number, member.leaves, vectorize=True))
+
+
+def batched(member):
+    """The gradients of a batch of gradients, which PyTorch computes with the `vmap` before `torch.func`."""
+    leaves = new(member)
+    result, options = member.number(*leaves), {"allow_unused": True, "materialize_grads": True}
+    if not result.requires_grad:
+        return list(map(torch.zeros_like, leaves))
+    rows = torch.autograd.grad(result, leaves, torch.ones(2).to(result), is_grads_batched=True, **options)
+    assert not any(x.requires_grad for x in rows)
+    return [x[1] for x in rows]
 
 
 def of_two(member, function):
@@ -150,6 +165,8 @@ WAYS = {
     "backward": ("first", lambda m: gradients(m.number(*(leaves := new(m))), leaves)),
     "second": ("second", second),
     "second of each": ("second", second_of_each),
+    "batched": ("first", batched),
+    "vectorized hessian": ("second", vectorized_products),
     "grad": ("first", lambda m: grad(m.number, places(m))(*m.leaves)),
     "vjp": ("first", lambda m: vjp(m.number, *m.leaves)[1](torch.ones_like(m.leaves[0]).sum() / m.leaves[0].numel())),
     "jvp": ("slope", lambda m: [jvp(m.number, m.leaves, m.directions)[1]]),

@@ -40,6 +40,7 @@ def gpu(monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
 
     def set_capability(*capability):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capability))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         _dispatch._old_device.cache_clear()
 
@@ -66,6 +67,8 @@ def test_reasons_against_triton(op, gpu, monkeypatch):
         patch.setattr(torch.compiler, "_is_exporting_flag", True)
         assert decide(op)[0] == "torch"  # exported programs do not use Triton
     assert decide(op)[0] == "triton"
+    gpu()
+    assert api.explain(op, device="cuda") == f"{op} runs on 'torch': no Triton kernel: there is no CUDA device"
     monkeypatch.setattr(torch.version, "hip", "7.0")
     gpu(9, 4)
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
@@ -86,6 +89,8 @@ NOT_ON_TRITON = [
     (CAUSAL, {}, {}, FP64, "support float32, float16 and bfloat16, not torch.float64"),
     ("luna_causal_attention_step", {}, {"rows": 129}, FP32, "up to 128 rows"),
     ("damped_ema", {}, {}, FP64, "float64"),
+    ("damped_ema", {}, {}, {"skip": FP64}, "the skip or a parameter is float64"),
+    ("damped_ema_step", {}, {}, {"skip": FP64}, "the skip or a parameter is float64"),
     ("damped_ema", {}, {"states": 65}, FP32, "65 states per channel are more than 64"),
     ("damped_ema", TRUNCATED, {}, FP32, "truncation=5 is below the length 6; choose 'torch'"),
     ("diagonal_ssm real", {}, {"states": 65}, FP32, "65 states per channel are more than 64"),
@@ -109,9 +114,11 @@ NOT_ON_NATIVE = [
 )
 def test_calls_that_a_backend_does_not_support(backend, name, options, sizes, dtype, message, triton_device):
     """They raise an error if the backend is chosen by name; the automatic choice has the results of PyTorch."""
-    call, wide = OPERATORS[name].make(Sizes(1, 6, 1, **sizes), **options), torch.promote_types(dtype, FP32)
+    call = OPERATORS[name].make(Sizes(1, 6, 1, **sizes), **options)
     device = triton_device if backend == "triton" else CPU
-    leaves = {key: x.to(device, wide if key in WIDE else dtype) for key, x in call.leaves.items()}
+    if not isinstance(dtype, dict):
+        dtype = dict.fromkeys(call.leaves, dtype) | dict.fromkeys(WIDE, torch.promote_types(dtype, FP32))
+    leaves = {key: x.to(device, dtype.get(key, FP32)) for key, x in call.leaves.items()}
     with pytest.raises(ValueError, match=f"cannot run on '{backend}': .*{message}"):
         call.run(**leaves, backend=backend)
     torch.testing.assert_close(call.run(**leaves), call.run(**leaves, backend="torch"))

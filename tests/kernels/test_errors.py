@@ -141,6 +141,9 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("luna_pack", {"value": lambda x: x[:, :2]}, "must agree"),
     ("luna_pack", {"pack_query": lambda x: x[:1]}, "batch size"),
     ("luna_pack", {"key": lambda x: x.float()}, "dtypes differ"),
+    *((op, {name: lambda x: x.long() for name in (query, "key", "value")},
+       f"{op} needs floating-point tensors, got torch.int64")
+      for op, query in (("luna_pack", "pack_query"), ("luna_unpack", "query"))),
     ("luna_pack", {"dropout": 1.0}, "dropout must be in"),
     # Causal Luna attention.
     ("luna_causal_attention", {"query": lambda x: x[0]}, r"\[batch, length, heads, size\].*got \[9, 3, 5\]"),
@@ -175,8 +178,14 @@ ERRORS: list[tuple[str, dict[str, Any], str]] = [
     ("damped_ema_step", doubled(*LOGITS, "expansion", "projection"), "one row of parameters per channel"),
     ("damped_ema_step", {"state": truncated(4), "coefficients": (SKIP, SKIP, SKIP)},
      "`coefficients` do not apply to a `TruncatedEmaState`; omit them"),
-    *((op, {"lengths": integers(6, 2, 1), "mask": bools(2, 6), "return_state": True},
-       r"lengths must be integers \[2\], got torch.int64 \[3\]") for op in ("damped_ema", "complex_ema")),
+    *((op, {"lengths": wrong, "mask": bools(2, 6), "return_state": True}, message)
+      for op in ("damped_ema", "complex_ema", "diagonal_ssm") for wrong, message in (
+        (integers(6, 2, 1), r"lengths must be int32 or int64 \[2\], got torch.int64 \[3\]"),
+        (integers(6, 2).to(torch.uint8), r"lengths must be int32 or int64 \[2\], got torch.uint8 \[2\]"),
+        (bools(2), r"lengths must be int32 or int64 \[2\], got torch.bool \[2\]"),
+        (integers(7, 2), r"lengths must be from 0 to 6, got \[7, 2\]"),
+        (integers(6, -1), r"lengths must be from 0 to 6, got \[6, -1\]"),
+    )),
     *((op, {"lengths": integers(6, 2), **given}, "lengths need return_state=True and a mask")
       for op in ("damped_ema", "complex_ema") for given in ({"mask": bools(2, 6)}, {"return_state": True})),
     ("complex_ema", {"x": lambda x: x[..., :3]}, "for 3 channels two logits"),

@@ -161,6 +161,12 @@ def test_inductor_trains(triton_device, backend):
         torch.testing.assert_close(compiled, eager, atol=1e-4, rtol=1e-3)
 
 
+def test_a_compiled_program_of_no_sequences():
+    x = torch.randn(0, 40, 2, 8, requires_grad=True)
+    output = torch.compile(api.luna_causal_attention, fullgraph=True, backend="aot_eager")(x, x[:, :5], x, x, x)
+    assert output.shape == x.shape and torch.autograd.grad(output.sum(), x)[0].shape == x.shape
+
+
 def test_a_compiled_program_checks_its_bounds(triton_device):
     query, key = torch.randn(2, 3, 1, 8, device=triton_device), torch.randn(1, 10, 1, 8, device=triton_device)
 
@@ -200,10 +206,17 @@ def test_tracing_raises_an_error(call):
         torch.jit.trace(lambda *given: made.run(**dict(zip(names, given, strict=True))), tuple(made.leaves.values()))
 
 
-@pytest.mark.parametrize("missing", ["_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_current_level"])
+@pytest.mark.parametrize(
+    "missing",
+    ["_len_torch_dispatch_stack", "_are_functorch_transforms_active", "_current_level"]
+    + ["_dispatch_key_parse", "_dispatch_keys"],
+)
 def test_private_names_may_be_missing(monkeypatch, missing):
     """Without one of the private names of PyTorch, the package is imported, and no call may use any of them."""
     monkeypatch.delattr(forward_ad if missing == "_current_level" else torch._C, missing)
     spec = importlib.util.spec_from_file_location("without_a_name", _mode.__file__)
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    assert not module.HAS_NAMES and module.mode() == module.DISPATCHED
+    if "_dispatch_key" in missing:
+        assert module.HAS_NAMES and not module.is_batched(torch.ones(()))
+    else:
+        assert not module.HAS_NAMES and module.mode() == module.DISPATCHED

@@ -81,6 +81,10 @@ def test_methods_of_discretize(real):
         steps = discretize(a, dt[:, None].expand_as(z), c, method)
         assert all(x is y is None or torch.equal(x, y) for x, y in zip(steps, (log_decay, phase, found), strict=True))
     assert torch.equal(discretize(a, dt, torch.ones_like(a))[2], discretize(a, dt)[2])
+    zero = torch.full_like(a, -2.0).requires_grad_()  # a bilinear q of 0
+    log_decay, phase, found = discretize(zero, torch.ones_like(dt), c, "bilinear")
+    (slope,) = torch.autograd.grad(log_decay.sum() + phase.sum() + found.real.sum(), zero)
+    assert log_decay.exp().max() < 1e-29 and log_decay.isfinite().all() and slope.isfinite().all()
 
 
 def test_discretize_is_accurate_for_short_steps_and_computes_in_float32():
