@@ -148,6 +148,15 @@ def test_figure_of_longer_chunks(script, tmp_path, monkeypatch):
     assert papers.main([*map(str, ["mega-figure6", *options])]) == text
 
 
+def test_label_smoothing(train):
+    """The next token is predicted, not the one after it: the text is learned as without smoothing."""
+    losses = [
+        train("--label_smoothing_factor", factor, "--max_steps", 40, output=str(factor))[1]["eval_loss"]
+        for factor in (0, 0.01)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=0.2)
+
+
 def test_options_replace_settings(train, evaluate, capsys):
     """Evaluation and further training use the settings of the training, or say that they do not."""
     model, metrics = train(*CHARACTERS)
