@@ -51,6 +51,7 @@ class ModelArguments(lib.CheckpointArguments):
 class ImageTrainer(lib.OrderedTrainer):
     """Trainer with repeated augmentation and mixup."""
 
+    loss_is_scaled_for_ga = False  # `make_loss` returns the mean of a part of a batch
     repeats = 1
     mix: Callable | None = None
 
@@ -59,6 +60,10 @@ class ImageTrainer(lib.OrderedTrainer):
             self.mix.device = inputs["pixel_values"].device
             inputs["pixel_values"], inputs["labels"] = self.mix(inputs["pixel_values"], inputs["labels"])
         return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        # Trainer multiplies losses by the number of processes if it has counted the labels of all of them
+        return super().compute_loss(model, inputs, return_outputs)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler | None:
         if self.repeats > 1:
