@@ -97,6 +97,15 @@ class OrderedTrainer(Trainer):
             return SeededSampler(sampler, self.args.seed)
         return sampler
 
+    def _get_dataloader(self, *args, is_training: bool = False, **kwargs) -> DataLoader:
+        # Trainer's option would also leave out the last rows of evaluations and predictions.
+        drops = self.args.dataloader_drop_last
+        self.args.dataloader_drop_last = drops and is_training
+        try:
+            return super()._get_dataloader(*args, is_training=is_training, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = drops
+
     def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler:
         return SequentialSampler(eval_dataset)
 
