@@ -13,6 +13,7 @@ from luna_mega_cli.script_options import check_names
 check_names(__name__)  # before the imports, which take seconds
 
 import json
+import re
 import time
 from dataclasses import dataclass
 
@@ -35,6 +36,15 @@ class DataArguments(lib.SourceArguments):
     max_characters: int | None = HfArg(default=None, help="read only the first N characters of a text")
 
 
+def read_labels(*columns: list) -> list[list]:
+    """Return the labels of the splits; the texts of CSV files as numbers if all of them are."""
+    labels = [label for column in columns for label in column]
+    if not all(isinstance(label, str) and re.fullmatch(r"-?[0-9]+(\.[0-9]+)?", label) for label in labels):
+        return list(columns)
+    kind = int if all(float(label).is_integer() for label in labels) else float
+    return [[kind(float(label)) for label in column] for column in columns]
+
+
 def evaluate(data: DataArguments) -> dict[str, float]:
     """Return the metrics of the split; exit if it has no labels."""
     splits = lib.load_splits({"train": None, data.split: None}, data, data.text_columns, label=data.label_column)
@@ -49,7 +59,7 @@ def evaluate(data: DataArguments) -> dict[str, float]:
         vectors = [vectorizer.transform(column) for column in texts[name]]
         return vectors if len(vectors) == 1 else [*vectors, vectors[0].multiply(vectors[1])]
 
-    train, known = (splits[name][data.label_column][:] for name in ("train", data.split))
+    train, known = read_labels(*(splits[name][data.label_column][:] for name in ("train", data.split)))
     if {None, -1} & {*train, *known}:
         lib.fail(f"--split {data.split}: rows of this split or of the training split have no label; pass another split")
     if isinstance(known[0], float):

@@ -72,7 +72,8 @@ def complete(arguments: Arguments, model: PreTrainedModel, tokenizer: PreTrained
 def with_chunk(model: PreTrainedModel, chunk: int) -> PreTrainedModel:
     """Return a copy of the model with another chunk size."""
     config = model.config
-    if not getattr(config, "use_chunking", False) or config.relative_positional_bias == "simple":
+    chunks = getattr(config, "attention_chunk", None) is not None
+    if not chunks or getattr(config, "relative_positional_bias", None) == "simple":
         lib.fail("--chunk_size requires chunks and another bias than simple, whose table has a fixed length")
     changed = type(model)(type(config).from_dict(config.to_dict() | {"chunk_size": chunk}))
     changed.load_state_dict(model.state_dict())

@@ -124,6 +124,7 @@ BIASES = ("rotary", "rope", "alibi", "t5", "simple")
 
 def main(argv: list[str] | None = None) -> str:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.allow_abbrev = False  # --seed is an option of the scripts, not --seeds
     parser.add_argument("name", choices=[*TABLES, *ABLATIONS, FIGURE6], help="the table or figure")
     parser.add_argument("--lengths", type=int, nargs="+", help="other lengths than those of the table")
     parser.add_argument("--size", nargs="+", default=[], metavar="FIELD=VALUE", help="other sizes of the models")
@@ -148,6 +149,9 @@ def main(argv: list[str] | None = None) -> str:
         needed = ", ".join(dict.fromkeys(task_of(recipe) for recipe, _ in columns))
         parser.error(f"{options.name} requires --data, a folder with {needed}")
     elif options.name in ABLATIONS:
+        known = sorted({task_of(recipe) for recipe, _ in ABLATIONS[options.name].columns.values()})
+        if unknown := sorted({*(options.tasks or ())} - {*known}):
+            parser.error(f"--tasks {' '.join(unknown)}: {options.name} has {', '.join(known)}")
         lines = train(ABLATIONS[options.name], options, output, more)
     else:
         lines = extrapolate(options, output, more)
@@ -161,10 +165,19 @@ def task_of(recipe: str | Path) -> str:
     return Path(recipe).stem.split("_")[0]
 
 
+def read_recipe(recipe: Path) -> dict[str, Any]:
+    """Return the values of a recipe and of those that it extends."""
+    values = yaml.safe_load(recipe.read_text(encoding="utf-8-sig"))
+    base = values.pop("recipe", None)
+    return (read_recipe(recipe.parent / base) if base else {}) | values
+
+
 def run_recipe(script: str, recipe: Path, fields: dict[str, object], *options: object) -> dict[str, float]:
     """Run a script with a recipe and further fields of the configuration; return its metrics."""
-    values = yaml.safe_load(recipe.read_text(encoding="utf-8-sig"))
-    overrides = [values.get("config_overrides", ""), *(f"{field}={value}" for field, value in fields.items())]
+    overrides = [
+        read_recipe(recipe).get("config_overrides", ""),
+        *(f"{field}={value}" for field, value in fields.items()),
+    ]
     command = ["--recipe", recipe, "--config_overrides", ",".join(filter(None, overrides)), *options]
     return importlib.import_module(script).main([*map(str, command)])
 
@@ -210,7 +223,7 @@ def extrapolate(options: argparse.Namespace, output: Path, more: list[str]) -> l
     A model that `output` has from an earlier call is not trained again.
     """
     evaluation, data = importlib.import_module("eval_lm"), options.data / task_of(options.recipe)
-    unit = yaml.safe_load(options.recipe.read_text(encoding="utf-8-sig")).get("tokenization")
+    unit = read_recipe(options.recipe).get("tokenization")
     metric, results = "bits_per_token" if unit in ("byte", "char") else "perplexity", []
     for bias, seed in itertools.product(options.biases, options.seeds):
         folder = output.with_suffix("") / f"{bias}-{seed}"

@@ -60,7 +60,8 @@ class LanguageModelTrainer(lib.OrderedTrainer):
         return super()._get_train_sampler(*args)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
-        inputs["labels"] = inputs["shift_labels"]  # transformers' models compute no loss without labels
+        # transformers' models compute no loss without labels; with label smoothing, Trainer shifts them itself
+        inputs["labels"] = inputs["shift_labels"] if self.label_smoother is None else inputs["input_ids"]
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])  # no padding, as in `score_stream`
         if "step" not in inputs:
             return super().compute_loss(model, inputs | {"use_cache": False}, *args, **kwargs)

@@ -1,4 +1,4 @@
-r"""Train an image classifier: Mega on patches, or any other vision model of transformers.
+r"""Train an image classifier: Mega on patches, or another vision model of transformers that reads patches, such as ViT.
 
     python examples/run_image_classification.py --recipe examples/recipes/image_classification/cifar10_gray_mega.yaml \
         --dataset_path data/image --output_dir outputs/cifar10
@@ -51,6 +51,7 @@ class ModelArguments(lib.CheckpointArguments):
 class ImageTrainer(lib.OrderedTrainer):
     """Trainer with repeated augmentation and mixup."""
 
+    loss_is_scaled_for_ga = False  # `make_loss` returns the mean of a part of a batch
     repeats = 1
     mix: Callable | None = None
 
@@ -59,6 +60,10 @@ class ImageTrainer(lib.OrderedTrainer):
             self.mix.device = inputs["pixel_values"].device
             inputs["pixel_values"], inputs["labels"] = self.mix(inputs["pixel_values"], inputs["labels"])
         return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        # Trainer multiplies losses by the number of processes if it has counted the labels of all of them
+        return super().compute_loss(model, inputs, return_outputs)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> torch.utils.data.Sampler | None:
         if self.repeats > 1:
@@ -126,6 +131,11 @@ def choose_config(
     size, patch, fields = data.image_size or side, model.patch_size, {"num_channels": channels}
     if model.model_name_or_path:
         loaded = AutoConfig.from_pretrained(model.model_name_or_path)
+        if not (hasattr(loaded, "image_size") and hasattr(loaded, "patch_size")):
+            lib.fail(
+                f"{model.model_name_or_path}: {loaded.model_type} has no image_size and patch_size; pass a model of "
+                "patches, such as mega or vit"
+            )
         size, patch = loaded.image_size, loaded.patch_size
         if data.image_size not in (None, size) or loaded.num_channels != channels:
             lib.fail(
@@ -152,6 +162,9 @@ def load_data(
     config, size = choose_config(data, model, min(first.size), channels, names)
     if model.model_name_or_path:
         processor = AutoImageProcessor.from_pretrained(model.model_name_or_path, backend="pil")  # without torchvision
+        for option in ("image_mean", "image_std"):
+            if (given := getattr(data, option)) not in (None, own := list(getattr(processor, option))):
+                lib.fail(f"--{option} {given}: {model.model_name_or_path} has its own, {own}; remove the option")
     else:
         mean, std = _GRAY if channels == 1 else _COLOR
         scale = data.image_mean or mean, data.image_std or std

@@ -52,7 +52,7 @@ def load_data(
         parts = train.train_test_split(data.validation_share, seed=0)  # independent of --seed
         return parts["train"], parts["test"]
 
-    limits, held = lib.choose_splits(training, data), data.validation_share > 0 and training.do_eval
+    limits, held = lib.choose_splits(training, data), data.validation_share > 0  # also without --do_eval
     columns = {"texts": data.text_columns, "label": data.label_column}
     splits = lib.load_splits(limits, data, **columns, divide=divide if held else None)
     labels = lib.match_labels(model, lib.class_names(splits, data.label_column), training)

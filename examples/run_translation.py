@@ -154,6 +154,7 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Se
         lib.fail(f"--source_lang and --target_lang are both {data.source_lang}; pass two languages")
     lib.check_least(data, 2, "max_source_length", "max_target_length")
     lib.check_least(data, 1, "num_beams")
+    lib.check_least(data, 0, "average_checkpoints")
     lib.check_choice(data, "average_by", ("last", "best"))
     if data.max_tokens is not None:
         longest = max(data.max_source_length, data.max_target_length)
@@ -174,9 +175,19 @@ def parse(argv: list[str] | None) -> tuple[DataArguments, lib.ModelArguments, Se
         place = Path(run.checkpoint).resolve().parent
         if place != Path(training.output_dir).resolve():
             lib.fail(f"--average_checkpoints needs the earlier checkpoints; pass --output_dir {place}")
-    if data.average_checkpoints > (training.save_total_limit or data.average_checkpoints):
-        lib.fail(f"--average_checkpoints {data.average_checkpoints} is above --save_total_limit")
+    if data.average_checkpoints and training.do_train:
+        check_saved(data.average_checkpoints, training)
     return data, model, training, run
+
+
+def check_saved(count: int, training: Seq2SeqTrainingArguments) -> None:
+    """Exit if the last `count` checkpoints would not be there after the training."""
+    if training.save_strategy == "no":
+        lib.fail(f"--average_checkpoints {count} needs checkpoints; remove --save_strategy no")
+    best = training.load_best_model_at_end  # the best checkpoint is one of those that are kept, and can be older
+    if training.save_total_limit and training.save_total_limit < count + best:
+        needed = f"--save_total_limit {count + best}{' with --load_best_model_at_end' if best else ''}"
+        lib.fail(f"--average_checkpoints {count} needs {needed}, or none; it is {training.save_total_limit}")
 
 
 def load_pairs(data: DataArguments, training: Seq2SeqTrainingArguments) -> dict[str, Dataset]:

@@ -20,6 +20,8 @@ from luna_mega import training as lib
 class Reconstruction(nn.Module):
     """Body of a classifier with a linear layer that predicts tokens or gray levels at masked positions."""
 
+    accepts_loss_kwargs = False  # Trainer would not divide the loss by the steps of accumulation because of `**inputs`
+
     def __init__(self, model: PreTrainedModel, classes: int):
         super().__init__()
         self.body, self.config, self.main_input_name = model.base_model, model.config, model.main_input_name
@@ -63,6 +65,7 @@ def pretrain(
     options = copy.copy(training)
     options.max_steps, options.load_best_model_at_end = steps, False
     options.eval_strategy = options.save_strategy = "no"
+    options.eval_on_start, options.label_smoothing_factor = False, 0.0  # without validation rows; masked logits only
     trainer = lib.OrderedTrainer(
         Reconstruction(model, GRAYS if tokenizer is None else len(tokenizer)),
         options,

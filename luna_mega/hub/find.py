@@ -43,8 +43,11 @@ def find_dataset(name: str, cache_dir: str | Path) -> bool:
     Raises:
         ConversionError: There is no such folder, and no such dataset on the Hub, or the Hub cannot be reached.
     """
+    from datasets.naming import camelcase_to_snakecase  # the other functions do not need the package
+
     error = None if Path(name).exists() else _connect(name, "dataset")
-    if error and not Path(cache_dir, name.replace("/", "___")).is_dir():
+    *namespace, last = name.split("/")
+    if error and not Path(cache_dir, "___".join([*namespace, camelcase_to_snakecase(last)])).is_dir():
         raise _unreachable(name, error) from error
     return error is not None
 

@@ -79,6 +79,9 @@ def match_labels(model: CheckpointArguments, names: Sequence[str], training: Tra
     trained (`--ignore_mismatched_sizes`). In an evaluation, names that mean "no label" (`UNKNOWN`) may differ.
     """
     own, source = label_names(model), model.model_name_or_path
+    if own is None and len(names) == 1:
+        advice = "shuffle the rows of the data if it has more, or raise --max_train_samples"
+        fail(f"the split train has a single label, {names[0]}; {advice}")
     if own is None or (are_default(own) and not set(own) & set(names)):
         return _match_order(source, own, names, training)
     outputs = {name: index for index, name in enumerate(own)}
@@ -219,6 +222,8 @@ def encode_split(
 
     `--token_dropout` hides tokens of the split `train`.
     """
+    if tokenizer.pad_token_id is None:
+        fail("the tokenizer has no padding token; pass another --tokenizer_name")
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
         texts = [batch[column] for column in columns]

@@ -108,6 +108,7 @@ def load_files(files: dict[str, list[str]], streaming: bool = False) -> dict[str
     options = {"encoding": "utf-8-sig"} if ".txt" in first.suffixes else {}
     if ".csv" in first.suffixes:
         options = {"keep_default_na": False, "na_values": [""], "features": _text_features(first)}
+        options["index_col"] = False  # pandas would take the first column as the index if rows end with a comma
     escaped = {name: [glob.escape(str(path)) for path in shards] for name, shards in paths.items()}  # for glob
     loaded = load_dataset(str(first.parent), data_files=escaped, streaming=streaming, **options)
     if first.name.endswith(".txt.gz"):  # datasets ignores the encoding of compressed files

@@ -114,6 +114,7 @@ def make_config(
             seq2seq = f"{model.model_type}_seq2seq"  # a separate model type of Luna and Mega
             own = values.get("is_encoder_decoder") and seq2seq in CONFIG_MAPPING
             config = AutoConfig.for_model(seq2seq if own else model.model_type)
+        overrides = {name: _number(value) for name, value in overrides.items()}
         overrides = _matching(overrides, config, model)
         if not model.model_name_or_path:
             values |= {"input_type": kind, "max_position_embeddings": max_length}
@@ -146,6 +147,11 @@ def make_config(
         tokenizer.model_max_length = int(min(longest, longest_input(config)))
         fit_types(tokenizer, config)
     return config
+
+
+def _number(value: Any) -> Any:
+    """Return the number of a text like 1e-5, which is no number in YAML 1.1 without a decimal point."""
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9]+e[-+]?[0-9]+", value, re.I) else value
 
 
 def _matching(overrides: dict[str, Any], config: PreTrainedConfig, model: CheckpointArguments) -> dict[str, Any]:
@@ -201,9 +207,13 @@ def label_fields(names: Sequence[str]) -> dict[str, Any]:
     return {"id2label": dict(enumerate(names)), "label2id": {name: index for index, name in enumerate(names)}}
 
 
-def first_position(model_type: str, pad_token_id: int) -> int:
+def first_position(model_type: str, pad_token_id: int | None) -> int:
     """Return the position id of the first token; for RoBERTa and similar models, it follows the padding id."""
-    return pad_token_id + 1 if model_type in COUNT_FROM_PADDING else 0
+    if model_type not in COUNT_FROM_PADDING:
+        return 0
+    if pad_token_id is None:
+        fail(f"{model_type}: the tokenizer has no padding token; pass another --tokenizer_name")
+    return pad_token_id + 1
 
 
 def fit_lengths(config: PreTrainedConfig, options: object, *names: str, side: str = "encoder") -> None:
@@ -246,9 +256,9 @@ def make_model(model_class: type, model: CheckpointArguments, config: PreTrained
                 raise
             fail(f"--model_type {config.model_type} is not supported: transformers has no {model_class.__name__} of it")
     with one_line(f"--model_name_or_path {model.model_name_or_path}", RuntimeError):
-        network = model_class.from_pretrained(
-            model.model_name_or_path, config=config, ignore_mismatched_sizes=model.ignore_mismatched_sizes
-        )
+        options = {"config": config, "ignore_mismatched_sizes": model.ignore_mismatched_sizes}
+        # In the dtype of a checkpoint, such as bfloat16, most updates of a training would be lost.
+        network = model_class.from_pretrained(model.model_name_or_path, dtype=torch.float32, **options)
     # Tensors of a file may be at addresses that are no multiples of 64 bytes, where sums round differently.
     for tensor in (*network.parameters(), *network.buffers()):
         tensor.data = tensor.data.clone()

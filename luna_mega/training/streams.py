@@ -27,6 +27,11 @@ def draw(seed: int, epoch: int, index: int) -> torch.Generator:
     return torch.Generator().manual_seed(int(state[0] >> np.uint64(1)))
 
 
+def order_seed(training: TrainingArguments) -> int:
+    """Return the seed of the order of the examples."""
+    return training.seed if training.data_seed is None else training.data_seed
+
+
 class Redrawn(Dataset):
     """Dataset that applies `change` to each example, with a generator seeded by seed, epoch and index."""
 
@@ -145,7 +150,7 @@ class Stream(IterableDataset):
         """`length` is the name of the option with the length of an example."""
         if next(iter(examples), None) is None:
             fail(f"the streamed training data have too little text for one example; reduce --{length}")
-        examples = examples.shuffle(training.seed, buffer_size=buffer_size)
+        examples = examples.shuffle(order_seed(training), buffer_size=buffer_size)
         self.rank, self.count = training.process_index, training.world_size
         self.own_files = self.count > 1 and examples.num_shards % self.count == 0
         if self.own_files:

@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
 
 from luna_mega.hub.folder import remove_truncation
 from luna_mega.training.arguments import fail
-from luna_mega.training.streams import SeededSampler, Stream, TokenBatches
+from luna_mega.training.streams import SeededSampler, Stream, TokenBatches, order_seed
 
 RUN_STATE_NAME = "run_state.pt"  # file in a checkpoint, see `OrderedTrainer.run_state`
 DIVERGED = "Lower --learning_rate, raise --warmup_steps, or train in float32"
@@ -80,7 +80,7 @@ class OrderedTrainer(Trainer):
         if not self.by_tokens:  # the stream is already distributed; Accelerate would distribute it again
             return DataLoader(split, args.train_batch_size, **options)
         lengths = np.asarray(split.with_format("numpy", columns=["lengths"])["lengths"][:])
-        batches = TokenBatches(lengths, self.max_tokens * max(1, args.n_gpu), args.world_size, args.seed)
+        batches = TokenBatches(lengths, self.max_tokens * max(1, args.n_gpu), args.world_size, order_seed(args))
         # Accelerate of 2024 can make batches even only if they have one size; these are even.
         even, self.accelerator.even_batches = self.accelerator.even_batches, False
         try:
@@ -94,8 +94,17 @@ class OrderedTrainer(Trainer):
         sampler = super()._get_train_sampler(getattr(dataset, "examples", dataset))
         # The order by length of Trainer, and Accelerate's without its own sampler, depend on all random numbers before.
         if isinstance(sampler, LengthGroupedSampler) or not self.args.accelerator_config.use_seedable_sampler:
-            return SeededSampler(sampler, self.args.seed)
+            return SeededSampler(sampler, order_seed(self.args))
         return sampler
+
+    def _get_dataloader(self, *args, is_training: bool = False, **kwargs) -> DataLoader:
+        # Trainer's option would also leave out the last rows of evaluations and predictions.
+        drops = self.args.dataloader_drop_last
+        self.args.dataloader_drop_last = drops and is_training
+        try:
+            return super()._get_dataloader(*args, is_training=is_training, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = drops
 
     def _get_eval_sampler(self, eval_dataset: Dataset) -> SequentialSampler:
         return SequentialSampler(eval_dataset)

@@ -19,6 +19,7 @@ from tests.examples import (
     test_run_race as race,
     test_run_translation as translation,
 )
+from tests.examples.contract import images
 from tests.examples.runs import QUIET, TINY, steps, write, write_splits
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -89,6 +90,10 @@ SCRIPTS = {
         partial(write_splits, audio.rows, **SIZES),
         ["--audio_column", "clip", "--config_overrides", LUNA, "--random_shift", "0.01", "--random_noise", "0.1"],
     ),
+    "run_image_classification": (
+        partial(write_splits, images, **SIZES),
+        ["--center_crop", "false", "--patch_size", "4", "--model_type", "mega", "--config_overrides", MEGA],
+    ),
     "run_translation, tokens": (
         write_pairs,
         [
@@ -109,6 +114,7 @@ WRITTEN = {
     "run_glue": "SST-2.tsv",
     "run_race": "predictions.tsv",
     "run_audio": "predictions.tsv",
+    "run_image_classification": "predictions.tsv",
     "run_translation": "translations.test.de",
 }
 

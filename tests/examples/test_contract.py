@@ -97,6 +97,21 @@ def test_defaults(name, script, tmp_path, capsys):
         assert AutoTokenizer.from_pretrained(output).model_max_length <= 9
 
 
+ACCUMULATED = {"lra.run_lra": ["--self_pretraining_steps", 1]}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_losses_do_not_depend_on_accumulation(name, train):
+    """Trainer adds up the losses of the parts of a batch; a loss that it does not divide is four times as large."""
+    losses = []
+    for parts in (1, 4):
+        batch = ["--per_device_train_batch_size", 16 // parts, "--gradient_accumulation_steps", parts]
+        output = train(str(parts), name, *batch, "--max_steps", 1, *ACCUMULATED.get(name, []))
+        results = json.loads((output / "all_results.json").read_text(encoding="utf-8"))
+        losses.append({key: value for key, value in results.items() if key.endswith("_loss")})
+    assert losses[0] == pytest.approx(losses[1], rel=0.2)  # parts differ in dropout and in their numbers of tokens
+
+
 BART = "d_model=16,encoder_layers=1,decoder_layers=1,encoder_attention_heads=2,decoder_attention_heads=2"
 OTHERS = {
     "bert": BERT,

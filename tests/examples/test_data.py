@@ -18,6 +18,7 @@ from hypothesis import given, strategies as st
 from PIL import Image
 from transformers import AutoModelForImageClassification
 
+from luna_mega.hub.find import find_dataset
 from luna_mega.training import data, images, streams
 from tests.examples.contract import HALVES, SCRIPTS, draw_pixels
 from tests.examples.runs import assert_error, write
@@ -27,7 +28,12 @@ from tests.examples.runs import assert_error, write
 def test_csv_files(tmp_path, suffix):
     """Columns are text, also if their names are empty or repeated; splits may have other columns, and be folders."""
     (tmp_path / "train").mkdir()
-    content = {"train/a": "text,label\n007,01\nNA,None\n,\n", "test": "text\n1.50\n", "other": "\ufeff,a,a\n1,01,2\n"}
+    content = {
+        "train/a": "text,label\n007,01\nNA,None\n,\n",
+        "test": "text\n1.50\n",
+        "more": "a,b\n1,2,\n3,4,\n",
+        "other": "\ufeff,a,a\n1,01,2\n",
+    }
     for name, text in content.items():
         encoded = gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode()
         (tmp_path / f"{name}.{suffix}").write_bytes(encoded)
@@ -35,7 +41,9 @@ def test_csv_files(tmp_path, suffix):
     splits = data.load_splits({"train": None, "test": None}, arguments)
     assert splits["train"][:] == {"text": ["007", "NA", None], "label": ["01", "None", None]}
     assert splits["test"][:] == {"text": ["1.50"]}
-    rows = data.load_files(data.find_files(str(tmp_path)))["other"][:]
+    loaded = data.load_files(data.find_files(str(tmp_path)))
+    assert loaded["more"][:] == {"a": ["1", "3"], "b": ["2", "4"]}  # fields without a name are left out
+    rows = loaded["other"][:]
     assert rows["Unnamed: 0"] == ["1"] and rows["a"] == ["01"]
 
 
@@ -181,15 +189,16 @@ class SwapHalves:
 
 
 def test_mixup_is_training_only(classify, tmp_path, monkeypatch):
-    """Evaluation uses unmodified images and labels, also during training; odd batch sizes raise an error."""
-    SCRIPTS["run_image_classification"].write(tmp_path / "data", train=21, validation=16)
+    """Evaluation uses all images and labels unmodified, also during training; odd batch sizes raise an error."""
+    SCRIPTS["run_image_classification"].write(tmp_path / "data", train=21, validation=16, test=11)
     monkeypatch.setattr(SwapHalves, "batches", [], raising=False)
     timm = SimpleNamespace(data=SimpleNamespace(Mixup=SwapHalves))
     monkeypatch.setitem(sys.modules, "timm", timm)
     monkeypatch.setitem(sys.modules, "timm.data", timm.data)
-    more = ["--mixup", 0.8, "--cutmix", 1.0, "--do_eval", "--eval_strategy", "epoch"]
+    more = ["--mixup", 0.8, "--cutmix", 1.0, "--do_eval", "--do_predict", "--eval_strategy", "epoch"]
     summary = classify(*more, "--max_steps", 4)
     assert SwapHalves.batches == [8] * 4 and 0.0 <= summary["eval_accuracy"] <= 1.0
+    assert len((tmp_path / "out" / "predictions.tsv").read_text(encoding="utf-8").splitlines()) == 1 + 11
     message = "--mixup and --cutmix mix pairs; --per_device_train_batch_size must be even"
     odd = [*more, "--per_device_train_batch_size", 7, "--output_dir", tmp_path / "odd"]
     assert_error(classify, message, *odd, output=tmp_path / "odd")
@@ -202,6 +211,9 @@ def test_cached_dataset(tmp_path):
     builder.dataset_name = builder.info.dataset_name = "cached"
     builder.download_and_prepare(tmp_path / "cache" / "tester___cached" / "default" / "0.0.0" / ("0" * 40))
     assert data.load_from_hub("tester/cached")["train"]["text"] == ["a", "b"]
+    (tmp_path / "cache" / "tester___cached").rename(tmp_path / "cache" / "Tester___my_data-v1")
+    assert find_dataset("Tester/MyData-v1", tmp_path / "cache")
+    (tmp_path / "cache" / "Tester___my_data-v1").rename(tmp_path / "cache" / "tester___cached")
     source = data.SourceArguments(dataset_name="tester/cached")
     message = "tester/cached has no split validation, only train; pass a dataset or, with --dataset_path, a folder"
     assert_error(data.load_splits, message, {"validation": None}, source)

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import load_file
+from transformers import ResNetConfig
 
 from luna_mega.errors import reason
 from luna_mega.training.data import SourceArguments, load_splits
@@ -72,6 +73,7 @@ EVERY = [
 ]
 
 
+BEST = ["--do_eval", "--eval_strategy", "steps", "--save_strategy", "steps", "--load_best_model_at_end"]
 SMALL = f"{TINY},position_embedding_type=none"
 MISTAKES = {
     "run_glue": [
@@ -181,7 +183,13 @@ MISTAKES = {
         (["--max_source_length", 2], "all training pairs are too long"),
         (["--milestones", 5], "--milestones requires --lr_scheduler_type constant_with_warmup, got linear"),
         (["--lr_scheduler_type", "constant_with_warmup", "--milestones", 5, 2], "must be sorted"),
-        (["--average_checkpoints", 3, "--save_total_limit", 2], "is above --save_total_limit"),
+        (["--average_checkpoints", 3, "--save_total_limit", 2], "3 needs --save_total_limit 3, or none; it is 2"),
+        (["--average_checkpoints", -1], "--average_checkpoints -1 must be at least 0"),
+        (["--average_checkpoints", 2, "--save_strategy", "no"], "--average_checkpoints 2 needs checkpoints"),
+        (
+            ["--average_checkpoints", 2, "--save_total_limit", 2, *BEST],
+            "--average_checkpoints 2 needs --save_total_limit 3 with --load_best_model_at_end, or none; it is 2",
+        ),
         (["--do_predict", "--test_paths", "folder", "folder"], "the folders must have different names"),
         (["--test_paths", "missing"], "--test_paths missing: no such folder"),
     ],
@@ -286,6 +294,14 @@ def test_rows_that_do_not_fit(name, main, tmp_path):
         main(message, name, write(rows, tmp_path / "data" / "train.parquet"), *options)
 
 
+@pytest.mark.parametrize("name", ["run_text_classification", "run_audio", "run_image_classification"])
+def test_rows_of_one_class(name, main, tmp_path):
+    """As the first rows of data that are sorted by label."""
+    rows = [row for row in SCRIPTS[name].rows(8, 0) if row["label"] in (0, "bad", "left")]
+    message = "the split train has a single label, .*; shuffle the rows"
+    main(message, name, write(rows, tmp_path / "data" / f"train.{SCRIPTS[name].suffix}"))
+
+
 WITHOUT_A_SPLIT = {"run_text_classification": "pass --validation_share", "run_audio": "pass --hold_out"}
 WITHOUT_A_SPLIT["run_clm"] = WITHOUT_A_SPLIT["run_text_classification"]
 
@@ -329,6 +345,8 @@ SAVED = {  # options that do not fit a saved model
     "run_image_classification": [
         (["--image_size", 12], "reads images of 8 x 8 in 1 channels, not of 12 in 1"),
         (["--channels", 3], "reads images of 8 x 8 in 1 channels, not of 8 in 3"),
+        (["--image_mean", 0.3], "--image_mean .0.3.: .* has its own, .*; remove the option"),
+        (["--image_std", 0.3], "--image_std .0.3.: .* has its own, .*; remove the option"),
     ],
 }
 
@@ -339,6 +357,9 @@ def test_models_of_other_inputs(name, main, train, tmp_path):
     source = [name, tmp_path / f"data-{name}", "--model_name_or_path", train("saved", name, "--max_steps", 1)]
     for options, message in SAVED[name]:
         main(message, *source, *options)
+    if name == "run_image_classification":
+        ResNetConfig().save_pretrained(tmp_path / "resnet")
+        main("resnet has no image_size and patch_size", *source[:2], "--model_name_or_path", tmp_path / "resnet")
     (tmp_path / "saved" / "preprocessor_config.json").unlink()
     main("saved.*preprocessor_config.json", *source)
 

@@ -68,7 +68,7 @@ def observe(script, name: str, data: Path, *options: object) -> dict[str, Any]:
     if "--vocab_size" in row.model:  # its training would depend on the rows
         options += ["--tokenizer_name", data / "tokenizer"]
     tasks = ["--do_train", "--do_eval"] + ["--do_predict"] * (row.written is not None)
-    parsed = module.parse([*map(str, [*options, *tasks])])
+    parsed = module.parse([*map(str, [*tasks, *options])])
     splits, processor, *rest = module.load_data(*parsed[:3])
     found: dict[str, Any] = {
         split: plain(rows) if name == "run_clm" else [{key: plain(value) for key, value in row.items()} for row in rows]
@@ -100,6 +100,15 @@ def test_options_reach_what_they_say(name, script, tmp_path):
         value, parts = REACHED[option]
         after = observe(script, name, data, f"--{option}", value)
         assert {part for part in before if after[part] != before[part]} == parts & before.keys(), option
+
+
+@pytest.mark.parametrize("name", ["run_text_classification", "run_clm", "run_audio"])
+def test_held_out_rows_are_never_trained_on(name, script, tmp_path):
+    option = "hold_out" if name == "run_audio" else "validation_share"
+    data, held = SCRIPTS[name].write(tmp_path, train=20, test=6), [f"--{option}", REACHED[option][0]]
+    train_bpe(texts(9, 0), 300, 9).save_pretrained(tmp_path / "tokenizer")
+    first, second = (observe(script, name, data, *held, "--do_eval", value)["train"] for value in ("true", "false"))
+    assert first == second
 
 
 @pytest.mark.parametrize(

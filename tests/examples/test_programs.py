@@ -31,15 +31,18 @@ def test_demo_in_the_folder_of_an_earlier_run(tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"accuracy.json", "accuracy.png", "models"}
 
 
-@pytest.mark.parametrize("kind", ["texts", "pairs", "scores"])
-def test_bag_of_words(script, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "suffix"),
+    [("texts", "csv"), ("texts", "jsonl"), ("pairs", "jsonl"), ("scores", "csv"), ("scores", "jsonl")],
+)
+def test_bag_of_words(script, tmp_path, kind, suffix):
     for split, size in (("train", 40), ("validation", 20)):
         rows = reviews(size, size)
         if kind != "texts":
             rows = [row | {"other": row["text"] if row["label"] else "nothing in common here"} for row in rows]
         if kind == "scores":
             rows = [row | {"label": row["label"] * 4.5 + 0.5} for row in rows]
-        write(rows, tmp_path / "data" / f"{split}.jsonl")
+        write(rows, tmp_path / "data" / f"{split}.{suffix}")
     columns = ["text"] if kind == "texts" else ["text", "other"]
     metrics = script("bag_of_words").main(["--dataset_path", str(tmp_path / "data"), "--text_columns", *columns])
     if kind == "scores":
@@ -61,6 +64,23 @@ def test_table_of_a_paper(script, name, tmp_path):
     for row, line in zip(rows[1:], cells[3:], strict=True):
         ratios = rows[0]["both_ms"] / row["both_ms"], row["both_mb"] / rows[0]["both_mb"]
         assert line[1] == f"{ratios[0]:.1f} / {ratios[1]:.2f}"
+
+
+def test_recipes_of_a_table(script, tmp_path, monkeypatch, capsys):
+    """Recipes inherit the configuration; `--seed` is an option of the script of the recipe."""
+    papers, called = script("papers"), []
+    (tmp_path / "base.yaml").write_text("config_overrides: hidden_size=16\n", encoding="utf-8")
+    (tmp_path / "tiny.yaml").write_text("recipe: base.yaml\nmax_steps: 1\n", encoding="utf-8")
+    monkeypatch.setattr(script("run_clm"), "main", called.append)
+    papers.run_recipe("run_clm", tmp_path / "tiny.yaml", {"chunk_size": 8})
+    assert called[0][-1] == "hidden_size=16,chunk_size=8"
+    monkeypatch.setattr(papers, "run_recipe", lambda *call: called.append(call) or {"test_accuracy": 0.5})
+    options = ["--data", str(tmp_path), "--output", str(tmp_path / "out.json"), "--tasks", "text", "--seed", "7"]
+    papers.main(["luna-table3", *options])
+    assert called[-1][-2:] == ("--seed", "7")
+    with pytest.raises(SystemExit):
+        papers.main(["luna-table3", "--data", str(tmp_path), "--tasks", "txt"])
+    assert "--tasks txt: luna-table3 has listops, retrieval, text" in capsys.readouterr().err
 
 
 RATE = 4000

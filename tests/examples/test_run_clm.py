@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 from transformers import AutoTokenizer
 from transformers.generation import stopping_criteria
 
-from luna_mega import MegaConfig, MegaForCausalLM
+from luna_mega import MegaConfig, MegaForCausalLM, MegalodonConfig, MegalodonForCausalLM
 from luna_mega.training import language_modeling
 from luna_mega.training.tokenizers import train_characters, train_words
 from tests.examples.contract import CHUNKS
@@ -148,6 +148,15 @@ def test_figure_of_longer_chunks(script, tmp_path, monkeypatch):
     assert papers.main([*map(str, ["mega-figure6", *options])]) == text
 
 
+def test_label_smoothing(train):
+    """The next token is predicted, not the one after it: the text is learned as without smoothing."""
+    losses = [
+        train("--label_smoothing_factor", factor, "--max_steps", 40, output=str(factor))[1]["eval_loss"]
+        for factor in (0, 0.01)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=0.2)
+
+
 def test_options_replace_settings(train, evaluate, capsys):
     """Evaluation and further training use the settings of the training, or say that they do not."""
     model, metrics = train(*CHARACTERS)
@@ -227,6 +236,18 @@ def test_constant_memory(generate, tmp_path, capsys, monkeypatch):
     rows, _ = generate(*options)
     assert rows[-1]["cache_bytes"] > 2 * rows[0]["cache_bytes"]
     assert_error(generate, "has no tokens", "--prompt", "")
+
+
+def test_chunks_of_megalodon(script):
+    """Megalodon always has chunks, and no table of biases."""
+    sizes = {"vocab_size": 9, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "value_size": 16}
+    sizes |= {"shared_representation_size": 8, "intermediate_size": 16, "ema_projection_size": 2, "norm_num_groups": 4}
+    model = MegalodonForCausalLM(MegalodonConfig(**sizes, chunk_size=8)).eval()
+    ids, with_chunk = torch.arange(24)[None] % 9, script("eval_lm").with_chunk
+    logits = [model(ids).logits, *(with_chunk(model, chunk)(ids).logits for chunk in (8, 16))]
+    torch.testing.assert_close(logits[0], logits[1])
+    torch.testing.assert_close(logits[0][:, :8], logits[2][:, :8])
+    assert not torch.allclose(logits[0], logits[2])
 
 
 def test_a_table_of_biases_has_one_chunk(generate, evaluate, tmp_path):

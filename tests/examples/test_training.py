@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset
 from hypothesis import given, strategies as st
 from transformers import (
     AutoConfig,
@@ -12,10 +13,12 @@ from transformers import (
     TrainerCallback,
     TrainerState,
     TrainingArguments,
+    set_seed,
 )
 
 from luna_mega import LunaSeq2SeqConfig, MegaSeq2SeqConfig
 from luna_mega.training import load_tokenizer
+from luna_mega.training.classification import TextArguments, encode_split
 from luna_mega.training.models import ModelArguments, longest_input, make_config, make_model
 from luna_mega.training.plots import plot_losses
 from luna_mega.training.products import use_onednn
@@ -28,7 +31,7 @@ from luna_mega.training.tokenizers import (
     train_words,
 )
 from luna_mega.training.trainer import OrderedTrainer, ProgressBar
-from tests.examples.runs import assert_error
+from tests.examples.runs import TINY, assert_error
 
 TEXTS = ["the quick brown fox", "the lazy dog", "quick dogs and lazy foxes"] * 20
 
@@ -66,6 +69,65 @@ def test_words():
     words = train_words(["a a a b b c", "a <unk> <unk>\td"], vocab_size=6)
     assert words.get_vocab() == {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "a": 4, "b": 5}
     assert words("a c <unk>b", add_special_tokens=False)["input_ids"] == [4, 3, 3, 5]
+
+
+@pytest.mark.parametrize("text", ["1e-5", "1.0e-5", "0.00001"])
+def test_numbers_of_overrides(text):
+    """YAML 1.1 would read the first as text."""
+    model = ModelArguments(config_overrides=f"layer_norm_eps={text}")
+    assert make_config(model, make_words("abc"), 24).layer_norm_eps == 1e-5
+
+
+def test_tokenizers_without_a_padding_token():
+    """They are sufficient for blocks of text, but neither for batches of texts nor for positions of RoBERTa."""
+    tokenizer = make_words("abc")
+    tokenizer.pad_token = None
+    message = "the tokenizer has no padding token; pass another --tokenizer_name"
+    assert_error(make_config, f"roberta: {message}", ModelArguments(model_type="roberta"), tokenizer, 24)
+    split, training = Dataset.from_dict({"text": ["a"]}), TrainingArguments(report_to="none", use_cpu=True)
+    assert_error(encode_split, message, split, "train", ["text"], [0], tokenizer, TextArguments(), training)
+
+
+def test_weights_are_trained_in_float32(tmp_path):
+    """AdamW's small updates of weights in bfloat16 would be lost."""
+    model = ModelArguments(config_overrides=TINY)
+    config = make_config(model, make_words("abc"), 24)
+    make_model(AutoModelForMaskedLM, model, config).bfloat16().save_pretrained(tmp_path)
+    network = make_model(AutoModelForMaskedLM, ModelArguments(model_name_or_path=str(tmp_path)), config)
+    assert {parameter.dtype for parameter in network.parameters()} == {torch.float32}
+
+
+class ByTokens(OrderedTrainer):
+    max_tokens = 16
+
+
+@pytest.mark.parametrize(
+    ("trainer", "options"),
+    [
+        (OrderedTrainer, {}),
+        (OrderedTrainer, {"train_sampling_strategy": "group_by_length"}),
+        (OrderedTrainer, {"accelerator_config": {"use_seedable_sampler": False}}),
+        (ByTokens, {}),
+    ],
+)
+def test_data_seed(trainer, options, tmp_path):
+    """`--data_seed` is the seed of the order, by default `--seed`."""
+    lengths = [index % 7 + 1 for index in range(24)]
+    rows = {"input_ids": [[1] * length for length in lengths], "length": lengths, "row": range(24)}
+    split, orders = Dataset.from_dict(rows | {"lengths": [[length] for length in lengths]}), []
+    for seed, data_seed in ((1, None), (2, 1), (1, 2)):
+        options |= {
+            "seed": seed,
+            "data_seed": data_seed,
+            "remove_unused_columns": False,
+            "per_device_train_batch_size": 4,
+        }
+        training = TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, do_train=True, **options)
+        collate = {"data_collator": lambda batch: {"row": torch.tensor([row["row"] for row in batch])}}
+        set_seed(seed)
+        batches = trainer(torch.nn.Linear(1, 1), training, train_dataset=split, **collate).get_train_dataloader()
+        orders.append([row for batch in batches for row in batch["row"].tolist()])
+    assert orders[0] == orders[1] != orders[2]
 
 
 @pytest.mark.parametrize(
