@@ -115,8 +115,9 @@ def test_surface(table):
 
 @pytest.mark.parametrize("name", MEMBERS)
 def test_members(name):
-    # Without AVX, the normal numbers that torch draws in float32 differ from the recorded ones by up to 1.3e-6.
-    limit = 1e-5 if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else 1e-7
+    # The instructions of a processor change the last bit of the normal numbers that torch draws in float32: the sums
+    # differ from the recorded ones by up to 1.1e-7 with AVX2, and without AVX by up to 1.3e-6.
+    limit = 1e-5 if torch.backends.cpu.get_cpu_capability() == "DEFAULT" else 1e-6
     (digest, *numbers), (recorded, *others) = numbers_of(name), RECORDED["members"][name]
     assert digest == recorded
     assert not is_recorded(name) or numbers == pytest.approx(others, rel=limit)
