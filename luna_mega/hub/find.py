@@ -35,19 +35,16 @@ def find_model(name: str) -> str:
     return name
 
 
-def find_dataset(name: str, cache_dir: str | Path) -> bool:
+def find_dataset(name: str, cache: Path) -> bool:
     """Check that `datasets.load_dataset(name)` finds a dataset, with one request; it connects six times, with pauses.
 
-    Return whether only `cache_dir`, the cache of datasets, has it, because the Hub cannot be reached.
+    Return whether only `cache`, its folder in the cache of datasets, has it, because the Hub cannot be reached.
 
     Raises:
         ConversionError: There is no such folder, and no such dataset on the Hub, or the Hub cannot be reached.
     """
-    from datasets.naming import camelcase_to_snakecase  # the other functions do not need the package
-
     error = None if Path(name).exists() else _connect(name, "dataset")
-    *namespace, last = name.split("/")
-    if error and not Path(cache_dir, "___".join([*namespace, camelcase_to_snakecase(last)])).is_dir():
+    if error and not cache.is_dir():
         raise _unreachable(name, error) from error
     return error is not None
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from datasets import Dataset, Features, IterableDataset, Value, config, load_dataset
+from datasets.naming import camelcase_to_snakecase
 from transformers import TrainingArguments
 from transformers.hf_argparser import HfArg
 
@@ -131,12 +132,18 @@ def load_folder(path: str, streaming: bool = False) -> dict[str, Dataset | Itera
     return load_dataset(path, streaming=streaming)
 
 
+def cache_folder(name: str) -> Path:
+    """Return the folder of a dataset of the Hub in the cache of datasets."""
+    *namespace, last = name.split("/")
+    return Path(config.HF_DATASETS_CACHE, "___".join([*namespace, camelcase_to_snakecase(last)]))
+
+
 def load_from_hub(
     name: str, configuration: str | None = None, streaming: bool = False, option: str = "dataset_path"
 ) -> dict[str, Dataset | IterableDataset]:
     """Load the splits of a dataset, or exit with one line that names the `option` for a local folder."""
     try:
-        if find_dataset(name, config.HF_DATASETS_CACHE):
+        if find_dataset(name, cache_folder(name)):
             config.HF_HUB_OFFLINE = True  # reads the cache without further attempts to connect
     except ConversionError as error:
         fail(f"cannot load {error}, or pass a local folder with --{option}")

@@ -212,7 +212,7 @@ def test_cached_dataset(tmp_path):
     builder.download_and_prepare(tmp_path / "cache" / "tester___cached" / "default" / "0.0.0" / ("0" * 40))
     assert data.load_from_hub("tester/cached")["train"]["text"] == ["a", "b"]
     (tmp_path / "cache" / "tester___cached").rename(tmp_path / "cache" / "Tester___my_data-v1")
-    assert find_dataset("Tester/MyData-v1", tmp_path / "cache")
+    assert find_dataset("Tester/MyData-v1", data.cache_folder("Tester/MyData-v1"))
     (tmp_path / "cache" / "Tester___my_data-v1").rename(tmp_path / "cache" / "tester___cached")
     source = data.SourceArguments(dataset_name="tester/cached")
     message = "tester/cached has no split validation, only train; pass a dataset or, with --dataset_path, a folder"

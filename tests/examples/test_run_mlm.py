@@ -135,7 +135,7 @@ def streamed(folder: Path, rank: int, count: int, files: int = 3) -> list[int]:
     rows = [{"number": number} for number in range(10)]
     names = [write(rows[file::files], folder / f"{file}.jsonl") / f"{file}.jsonl" for file in range(files)]
     split = datasets.load_dataset("json", data_files=[str(name) for name in names], split="train", streaming=True)
-    training = SimpleNamespace(process_index=rank, world_size=count, seed=3)
+    training = SimpleNamespace(process_index=rank, world_size=count, seed=3, data_seed=None)
     stream = Stream(split, lambda row, _: row, training, 4, "block_size")
     return [row["number"] for row in itertools.islice(stream, 12)]
 
