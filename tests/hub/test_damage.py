@@ -294,14 +294,14 @@ def test_one_request_for_a_name_even_if_the_hub_cannot_be_reached(fault, online,
         monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     elif isinstance(fault, int):
         online.failing, online.status = ".*", fault
-    assert find_model(str(tmp_path)) == str(tmp_path) and not find_dataset(str(tmp_path), tmp_path / "cache")
+    assert find_model(str(tmp_path)) == str(tmp_path) and not find_dataset(str(tmp_path), tmp_path / "a___data")
     found = find_model("tester/model")
     assert found.endswith(online.revision("tester/model")) if fault else found == "tester/model"
     missing = r"the Hub cannot be reached \([^\[]+\);" if fault else "no such (model|dataset) on the Hub"
-    for find in (lambda: find_model("tester/x"), lambda: find_dataset("a/data", tmp_path / "cache")):
+    for find in (lambda: find_model("tester/x"), lambda: find_dataset("a/data", tmp_path / "a___data")):
         with pytest.raises(ConversionError, match=f": no such folder, and {missing}"):
             find()
-    (tmp_path / "cache").mkdir()
+    (tmp_path / "a___data").mkdir()
     if fault:
-        assert find_dataset("a/data", tmp_path / "cache")
+        assert find_dataset("a/data", tmp_path / "a___data")
     assert len(online.requests) == {None: 3, "stopped": 0, "offline": 0}.get(fault, 4)
